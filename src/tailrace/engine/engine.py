@@ -1,0 +1,300 @@
+"""The loop's body: schedule, run, commit; step N+1 is scheduled while step N runs.
+
+    main thread     schedule N+1, prepare | wait for N | commit N -> outputs | schedule N+2 ...
+    runner thread   ------ execute N ------------------>|------ execute N+1 ----------------->
+
+`Engine.step` issues the next step before it waits for the one in flight, so the runner's thread
+always has its next batch at hand. What this costs: a sequence that ends on an EOS nobody could
+foresee has one row computed in vain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from tailrace.engine.sequence import Sequence, Status
+from tailrace.types import EngineStats, RequestTimes, TokenOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from concurrent.futures import Future
+
+    from tailrace.clock import Clock
+    from tailrace.engine.block_manager import BlockManager
+    from tailrace.engine.runner import PreparedStep, StepResult
+    from tailrace.engine.scheduler import Chunk, Scheduler, Step
+    from tailrace.types import EngineRequest, TokenLogprobs
+
+
+class StepRunner(Protocol):
+    """What the engine needs of a runner."""
+
+    def prepare(self, step: Step, blocks: BlockManager) -> PreparedStep:
+        """Turn a step into the runner's input, without waiting for a result."""
+        ...
+
+    def execute(self, prepared: PreparedStep) -> StepResult:
+        """Run the step."""
+        ...
+
+
+@dataclass
+class _InFlight:
+    step: Step
+    result: Future[StepResult]
+    issued_s: float
+
+
+@dataclass
+class _Counters:
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    steps: int = 0
+    step_time_s: float = 0.0
+    step_tokens: int = 0
+    busy_s: float = 0.0
+
+
+class Engine:
+    """Runs sequences to their end.
+
+    Args:
+        scheduler: Chooses each step.
+        runner: Executes it.
+        submit: Starts `runner.execute` on the runner's thread: `executor.submit`.
+        clock: Monotonic seconds.
+        context_length: Most tokens of one sequence.
+        vocab_size: Token ids are below this.
+        eos_token_ids: End a sequence unless it says `ignore_eos`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        *,
+        submit: Callable[..., Future[StepResult]],
+        clock: Clock,
+        context_length: int,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.context_length = context_length
+        self.vocab_size = vocab_size
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self._submit = submit
+        self._clock = clock
+        self._sequences: dict[str, Sequence] = {}
+        self._in_flight: _InFlight | None = None
+        self._last_done_s = 0.0
+        self._counters = _Counters()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a call of `step` can bring something."""
+        return self._in_flight is not None or self.scheduler.has_work
+
+    def add(self, request: EngineRequest) -> TokenOutput | None:
+        """Queue a request; return its final output at once where it cannot be served."""
+        fault = self._fault(request)
+        if fault is not None:
+            return TokenOutput(request.request_id, [], finish_reason="error", error=fault)
+        sequence = Sequence.from_request(request, self.context_length)
+        self._sequences[request.request_id] = sequence
+        self.scheduler.add(sequence)
+        return None
+
+    def abort(self, request_ids: Iterable[str]) -> list[TokenOutput]:
+        """Forget requests; return a final output for each that was known."""
+        found = [self._sequences[i] for i in request_ids if i in self._sequences]
+        return [self._finish(sequence, "abort", self._clock()) for sequence in found]
+
+    def step(self) -> list[TokenOutput]:
+        """Issue the next step, then wait for the one in flight and return what it brought."""
+        issued = self._issue()
+        previous, self._in_flight = self._in_flight, issued
+        return self._collect(previous) if previous is not None else []
+
+    def stats(self) -> EngineStats:
+        """Describe the engine now."""
+        blocks, count = self.scheduler.blocks, self._counters
+        running = self.scheduler.running
+        return EngineStats(
+            time_s=self._clock(),
+            running_requests=len(running),
+            waiting_requests=len(self.scheduler.waiting),
+            total_blocks=blocks.num_blocks,
+            free_blocks=blocks.free_blocks,
+            block_size=blocks.block_size,
+            live_tokens=sum(sequence.num_computed for sequence in running),
+            held_blocks=blocks.held_blocks,
+            prompt_tokens_total=count.prompt_tokens,
+            generation_tokens_total=count.generation_tokens,
+            cached_tokens_total=blocks.hit_tokens_total,
+            prefix_query_tokens_total=blocks.query_tokens_total,
+            preemptions_total=self.scheduler.preemptions_total,
+            steps_total=count.steps,
+            step_time_s=count.step_time_s,
+            step_tokens=count.step_tokens,
+            busy_s_total=count.busy_s,
+        )
+
+    def _fault(self, request: EngineRequest) -> str | None:
+        """Say what is wrong with a request that the front end should have refused."""
+        ids = request.token_ids
+        if request.request_id in self._sequences:
+            return f"request id {request.request_id!r} is already running"
+        if not ids:
+            return "the prompt has no tokens"
+        if len(ids) >= self.context_length:
+            return f"the prompt has {len(ids)} tokens; the context holds {self.context_length}"
+        if request.sampling.max_tokens < 1:
+            return f"max_tokens is {request.sampling.max_tokens}; must be at least 1"
+        if not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            return f"a prompt token id is outside 0..{self.vocab_size - 1}"
+        return None
+
+    def _issue(self) -> _InFlight | None:
+        step = self.scheduler.schedule()
+        if not step.chunks:
+            return None
+        now = self._clock()
+        for sequence in step.admitted:
+            sequence.scheduled_s = sequence.scheduled_s or now
+        prepared = self.runner.prepare(step, self.scheduler.blocks)
+        return _InFlight(step, self._submit(self.runner.execute, prepared), now)
+
+    def _collect(self, in_flight: _InFlight) -> list[TokenOutput]:
+        """Wait for a step and commit it."""
+        try:
+            result = in_flight.result.result()
+        except Exception as error:  # noqa: BLE001 -- whatever it was, only this step's requests fail
+            return self._fail_step(in_flight.step, error)
+        now = self._clock()
+        self._account(in_flight, now)
+        outputs = []
+        sampled = 0
+        for index, chunk in enumerate(in_flight.step.chunks):
+            self._count_prefill(chunk)
+            self._take_prompt_logprobs(chunk, result, index)
+            row = sampled if chunk.samples else None
+            sampled += chunk.samples
+            output = self._commit(chunk, result, row, now)
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def _account(self, in_flight: _InFlight, now: float) -> None:
+        # A step starts when it is issued or when the one before it ends, whichever is later.
+        started = max(in_flight.issued_s, self._last_done_s)
+        self._last_done_s = now
+        self._counters.steps += 1
+        self._counters.step_time_s = now - started
+        self._counters.step_tokens = in_flight.step.num_tokens
+        self._counters.busy_s += now - started
+
+    def _count_prefill(self, chunk: Chunk) -> None:
+        prompt_end = min(chunk.end, chunk.sequence.num_prompt)
+        self._counters.prompt_tokens += max(0, prompt_end - chunk.start)
+
+    @staticmethod
+    def _take_prompt_logprobs(chunk: Chunk, result: StepResult, index: int) -> None:
+        scores = result.prompt_logprobs.get(index)
+        if scores is not None:
+            kept = chunk.sequence.prompt_logprobs
+            kept.extend([*([] if kept else [None]), *scores])
+
+    def _commit(
+        self, chunk: Chunk, result: StepResult, row: int | None, now: float
+    ) -> TokenOutput | None:
+        """Apply one chunk's outcome to its sequence; return what the client gets to know."""
+        sequence = chunk.sequence
+        if sequence.status is Status.FINISHED:  # ended or aborted while this step ran
+            self.scheduler.commit(chunk)
+            return None
+        if row is None:
+            self.scheduler.commit(chunk)
+            return None
+        if row in result.errors:
+            self.scheduler.commit(chunk)
+            return self._finish(sequence, "error", now, error=result.errors[row])
+        token_id = result.token_ids[row]
+        sequence.token_ids.append(token_id)
+        self.scheduler.commit(chunk)
+        self._counters.generation_tokens += 1
+        first = sequence.num_output == 1
+        if first:
+            sequence.first_token_s = now
+        logprobs = result.logprobs[row]
+        reason = self._finish_reason(sequence, token_id)
+        output = TokenOutput(
+            sequence.request_id,
+            [token_id],
+            logprobs=None if logprobs is None else [logprobs],
+            prompt_logprobs=self._prompt_logprobs(sequence) if first else None,
+            finish_reason=reason,
+            stop_token_id=token_id if reason == "stop" else None,
+            times=self._times(sequence, now) if reason else None,
+        )
+        if reason is not None:
+            self._forget(sequence)
+        return output
+
+    def _finish_reason(self, sequence: Sequence, token_id: int) -> str | None:
+        sampling = sequence.sampling
+        is_stop = token_id in sampling.stop_token_ids or (
+            token_id in self.eos_token_ids and not sampling.ignore_eos
+        )
+        # `min_tokens` masks these ids in the sampler, so no further test is needed here.
+        if is_stop:
+            return "stop"
+        return "length" if sequence.num_output >= sequence.max_output else None
+
+    @staticmethod
+    def _prompt_logprobs(sequence: Sequence) -> list[TokenLogprobs | None] | None:
+        if sequence.sampling.prompt_logprobs is None:
+            return None
+        return sequence.prompt_logprobs or [None]
+
+    def _finish(
+        self, sequence: Sequence, reason: str, now: float, error: str | None = None
+    ) -> TokenOutput:
+        self._forget(sequence)
+        return TokenOutput(
+            sequence.request_id,
+            [],
+            finish_reason=reason,
+            error=error,
+            times=self._times(sequence, now),
+        )
+
+    def _forget(self, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence)
+        del self._sequences[sequence.request_id]
+
+    def _fail_step(self, step: Step, error: Exception) -> list[TokenOutput]:
+        """End every request of a step that raised; the others go on."""
+        now = self._clock()
+        message = f"the engine failed in this request's step: {type(error).__name__}: {error}"
+        outputs = []
+        for chunk in step.chunks:
+            chunk.sequence.steps_in_flight -= 1
+            if chunk.samples:
+                chunk.sequence.pending_tokens -= 1
+            if chunk.sequence.status is not Status.FINISHED:
+                outputs.append(self._finish(chunk.sequence, "error", now, error=message))
+        return outputs
+
+    @staticmethod
+    def _times(sequence: Sequence, now: float) -> RequestTimes:
+        return RequestTimes(
+            arrival_s=sequence.arrival_s,
+            scheduled_s=sequence.scheduled_s,
+            first_token_s=sequence.first_token_s,
+            finished_s=now,
+            preemptions=sequence.preemptions,
+            cached_tokens=sequence.cached_tokens,
+        )

@@ -1,0 +1,267 @@
+"""Batch in, token ids out: the only module that touches the device.
+
+`prepare` turns a scheduled step into index tensors and needs no result of the step before, so the
+engine calls it while that step still runs. `execute` runs on one dedicated thread, in order, and
+alone reads and writes device state: KV caches, sampler state, and each slot's last token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tailrace.kernels.attention_batch import AttentionBatch
+
+if TYPE_CHECKING:
+    from tailrace.engine.block_manager import BlockManager
+    from tailrace.engine.sampler import Sampler
+    from tailrace.engine.scheduler import Chunk, Step
+    from tailrace.engine.sequence import Sequence
+    from tailrace.models.causal_lm import CausalLM
+    from tailrace.types import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A sequence's sampling state as it enters a slot; copied, because the lists go on growing."""
+
+    slot: int
+    sampling: SamplingParams
+    prompt_ids: list[int]
+    output_ids: list[int]
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> Admission:
+        """Copy what the sampler needs to know."""
+        return cls(
+            slot=sequence.slot,
+            sampling=sequence.sampling,
+            prompt_ids=sequence.token_ids[: sequence.num_prompt],
+            output_ids=sequence.token_ids[sequence.num_prompt :],
+        )
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """Rows of one chunk whose next prompt tokens want log-probabilities."""
+
+    chunk_index: int
+    rows: slice
+    """Rows of the flat batch."""
+    targets: list[int]
+    top_n: int
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """A step as tensors; T rows, B chunks, S of them sample."""
+
+    step: Step
+    token_ids: torch.Tensor
+    """int64 [T]; 0 where `pending_rows` says that the device knows the id."""
+    pending_rows: torch.Tensor
+    """int64 [P], rows whose token is their slot's last one."""
+    pending_slots: torch.Tensor
+    """int64 [P]."""
+    batch: AttentionBatch
+    sample_rows: torch.Tensor
+    """int64 [S], the last row of each sampling chunk."""
+    sample_slots: list[int]
+    prompt_rows: list[PromptRows]
+    admissions: list[Admission]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step brought, aligned with its sampling chunks in order."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+    errors: dict[int, str] = field(default_factory=dict)
+    """By index of the sampling chunk: why that row has no valid token."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """By index of the chunk."""
+
+
+class Runner:
+    """Owns the model, the KV caches and the sampler.
+
+    Args:
+        model: The loaded model.
+        sampler: Turns logits into ids; has `max_batch_size` slots.
+        num_blocks: KV blocks of the pool.
+        block_size: Tokens of one block.
+        num_slots: `max_batch_size`.
+    """
+
+    def __init__(
+        self, model: CausalLM, sampler: Sampler, *, num_blocks: int, block_size: int, num_slots: int
+    ) -> None:
+        self.model = model
+        self.sampler = sampler
+        self.block_size = block_size
+        self.kv_caches = allocate_kv(model, num_blocks, block_size)
+        self._last_tokens = torch.zeros(num_slots, dtype=torch.int64)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Size of the KV pool."""
+        return sum(k.nbytes + v.nbytes for k, v in self.kv_caches)
+
+    def prepare(self, step: Step, blocks: BlockManager) -> PreparedStep:
+        """Turn a step into tensors; reads scheduler state, so it runs on the engine's thread."""
+        chunks = step.chunks
+        token_ids, pending_rows, pending_slots = _input_tokens(chunks, step.num_tokens)
+        starts = np.zeros(len(chunks) + 1, dtype=np.int32)
+        np.cumsum([chunk.num_tokens for chunk in chunks], out=starts[1:])
+        sampling = [i for i, chunk in enumerate(chunks) if chunk.samples]
+        return PreparedStep(
+            step=step,
+            token_ids=token_ids,
+            pending_rows=pending_rows,
+            pending_slots=pending_slots,
+            batch=_attention_batch(chunks, starts, blocks),
+            sample_rows=torch.from_numpy(starts[1:][sampling].astype(np.int64) - 1),
+            sample_slots=[chunks[i].slot for i in sampling],
+            prompt_rows=[
+                rows
+                for index, chunk in enumerate(chunks)
+                if (rows := _prompt_rows(index, chunk, int(starts[index]))) is not None
+            ],
+            admissions=[Admission.of(sequence) for sequence in step.admitted],
+        )
+
+    @torch.inference_mode()
+    def execute(self, prepared: PreparedStep) -> StepResult:
+        """Run one step; called on the runner's thread only, in order of scheduling."""
+        for slot in prepared.step.released:
+            self.sampler.release(slot)
+        for entry in prepared.admissions:
+            self.sampler.admit(entry.slot, entry.sampling, entry.prompt_ids, entry.output_ids)
+        token_ids = prepared.token_ids
+        if len(prepared.pending_rows):
+            token_ids[prepared.pending_rows] = self._last_tokens[prepared.pending_slots]
+        hidden = self.model.forward(token_ids, prepared.batch, self.kv_caches)
+        prompt_logprobs = {
+            rows.chunk_index: self._score_prompt(hidden, rows) for rows in prepared.prompt_rows
+        }
+        if not prepared.sample_slots:
+            return StepResult([], [], prompt_logprobs=prompt_logprobs)
+        logits = self.model.logits(hidden[prepared.sample_rows])
+        sampled = self.sampler.sample(logits, prepared.sample_slots)
+        self._last_tokens[torch.tensor(prepared.sample_slots)] = sampled.token_ids
+        return StepResult(
+            token_ids=sampled.token_ids.tolist(),
+            logprobs=sampled.logprobs,
+            errors=sampled.errors,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _score_prompt(self, hidden: torch.Tensor, rows: PromptRows) -> list[TokenLogprobs]:
+        """Log-probabilities of known next tokens, a slice at a time to bound the logits' size."""
+        scores: list[TokenLogprobs] = []
+        span = hidden[rows.rows]
+        for low in range(0, len(rows.targets), _SCORE_ROWS):
+            part = slice(low, low + _SCORE_ROWS)
+            logits = self.model.logits(span[part])
+            scores += self.sampler.prompt_logprobs(
+                logits, torch.tensor(rows.targets[part]), rows.top_n
+            )
+        return scores
+
+
+# Prompt rows whose logits exist at once: 64 x 152k floats are 39 MB.
+_SCORE_ROWS = 64
+
+
+def allocate_kv(
+    model: CausalLM, num_blocks: int, block_size: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Make the KV pool, one (K^T, V) pair a layer, uninitialised (pages cost nothing until used).
+
+    K is [num_blocks, Hkv, D, block_size], V is [num_blocks, Hkv, block_size, D], float32.
+    """
+    config = model.config
+    heads, dim = config.num_kv_heads, config.head_dim
+    return [
+        (
+            torch.empty(num_blocks, heads, dim, block_size),
+            torch.empty(num_blocks, heads, block_size, dim),
+        )
+        for _ in range(config.num_layers)
+    ]
+
+
+def kv_bytes_per_token(model: CausalLM) -> int:
+    """Bytes of KV that one token takes over all layers, in float32."""
+    config = model.config
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+
+
+def _input_tokens(
+    chunks: list[Chunk], num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids = np.zeros(num_tokens, dtype=np.int64)
+    rows: list[int] = []
+    slots: list[int] = []
+    row = 0
+    for chunk in chunks:
+        if chunk.from_device:
+            rows.append(row)
+            slots.append(chunk.slot)
+        else:
+            ids[row : row + chunk.num_tokens] = chunk.sequence.token_ids[chunk.start : chunk.end]
+        row += chunk.num_tokens
+    return (
+        torch.from_numpy(ids),
+        torch.tensor(rows, dtype=torch.int64),
+        torch.tensor(slots, dtype=torch.int64),
+    )
+
+
+def _attention_batch(
+    chunks: list[Chunk], starts: np.ndarray, blocks: BlockManager
+) -> AttentionBatch:
+    size = blocks.block_size
+    # Only as many blocks as this step reaches: tables may already be longer.
+    widths = [-(-chunk.end // size) for chunk in chunks]
+    tables = np.full((len(chunks), max(widths)), -1, dtype=np.int32)
+    positions = np.empty(int(starts[-1]), dtype=np.int64)
+    slots = np.empty(int(starts[-1]), dtype=np.int64)
+    for i, chunk in enumerate(chunks):
+        tables[i, : widths[i]] = blocks.table(chunk.sequence.request_id)[: widths[i]]
+        rows = slice(int(starts[i]), int(starts[i + 1]))
+        positions[rows] = np.arange(chunk.start, chunk.end)
+        slots[rows] = tables[i, positions[rows] // size].astype(np.int64) * size
+        slots[rows] += positions[rows] % size
+    ends = [chunk.end for chunk in chunks]
+    return AttentionBatch(
+        query_starts=torch.from_numpy(starts),
+        kv_lens=torch.tensor(ends, dtype=torch.int32),
+        block_tables=torch.from_numpy(tables),
+        positions=torch.from_numpy(positions),
+        slots=torch.from_numpy(slots),
+        max_query_len=max(chunk.num_tokens for chunk in chunks),
+        max_kv_len=max(ends),
+    )
+
+
+def _prompt_rows(index: int, chunk: Chunk, first_row: int) -> PromptRows | None:
+    """Rows of a chunk that predict a prompt token, for sequences that asked and have none yet."""
+    sequence = chunk.sequence
+    top_n = sequence.sampling.prompt_logprobs
+    # After a preemption the prompt is computed again; what was scored is not scored twice.
+    start = max(chunk.start, sequence.prompt_scored)
+    end = min(chunk.end, sequence.num_prompt - 1)
+    if top_n is None or start >= end:
+        return None
+    sequence.prompt_scored = end
+    return PromptRows(
+        chunk_index=index,
+        rows=slice(first_row + start - chunk.start, first_row + end - chunk.start),
+        targets=sequence.token_ids[start + 1 : end + 1],
+        top_n=top_n,
+    )

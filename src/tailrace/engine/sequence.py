@@ -1,0 +1,133 @@
+"""One sequence's life, as a table.
+
+    from      event     to         what happens
+    WAITING   admit     RUNNING    gets a slot and a block table (a prefix-cache hit included)
+    RUNNING   preempt   WAITING    gives slot and blocks back; computed from the start again later
+    RUNNING   finish    FINISHED   gives slot and blocks back
+    WAITING   finish    FINISHED   aborted, or refused, before it ran
+
+Steps overlap: step N+1 is scheduled while step N still runs, so a sequence can have a token that
+was sampled but whose id nobody on the Python side knows yet. `pending_tokens` counts those:
+
+    token_ids   p p p p p p o o      known: prompt and committed output
+    pending                     ?    sampled by the step in flight
+    num_computed ------------->|     positions whose KV is written once all issued steps are done
+
+The next token to compute stands at position `num_computed`; when that is the pending one, the
+runner takes its id from the device, not from here.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tailrace.errors import EngineError
+
+if TYPE_CHECKING:
+    from tailrace.types import EngineRequest, SamplingParams, TokenLogprobs
+
+
+class Status(enum.Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+TRANSITIONS: dict[tuple[Status, str], Status] = {
+    (Status.WAITING, "admit"): Status.RUNNING,
+    (Status.RUNNING, "preempt"): Status.WAITING,
+    (Status.RUNNING, "finish"): Status.FINISHED,
+    (Status.WAITING, "finish"): Status.FINISHED,
+}
+
+NO_SLOT = -1
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A prompt, what was generated so far, and how far its KV is computed."""
+
+    request_id: str
+    token_ids: list[int]
+    """Prompt, then committed output."""
+    num_prompt: int
+    sampling: SamplingParams
+    max_output: int
+    """`max_tokens`, or what the context leaves."""
+    arrival_s: float
+    priority: int = 0
+    cache_salt: str = ""
+    status: Status = Status.WAITING
+    slot: int = NO_SLOT
+    num_computed: int = 0
+    pending_tokens: int = 0
+    steps_in_flight: int = 0
+    preemptions: int = 0
+    cached_tokens: int = 0
+    scheduled_s: float = 0.0
+    first_token_s: float = 0.0
+    prompt_scored: int = 0
+    """Prompt positions whose log-probabilities were asked of the runner."""
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    """What came back, the first prompt token's being None."""
+
+    @classmethod
+    def from_request(cls, request: EngineRequest, context_length: int) -> Sequence:
+        """Make a waiting sequence of a request whose prompt is shorter than the context."""
+        room = context_length - len(request.token_ids)
+        return cls(
+            request_id=request.request_id,
+            token_ids=list(request.token_ids),
+            num_prompt=len(request.token_ids),
+            sampling=request.sampling,
+            max_output=min(request.sampling.max_tokens, room),
+            arrival_s=request.arrival_s,
+            priority=request.priority,
+            # Prompt log-probabilities need every prompt position computed, so no cached prefix:
+            # a salt of its own never hits.
+            cache_salt=(
+                request.cache_salt
+                if request.sampling.prompt_logprobs is None
+                else f"{request.cache_salt}\0{request.request_id}"
+            ),
+        )
+
+    @property
+    def num_output(self) -> int:
+        """Committed output tokens."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def length(self) -> int:
+        """Tokens, the pending one included."""
+        return len(self.token_ids) + self.pending_tokens
+
+    @property
+    def uncomputed(self) -> int:
+        """Tokens that are still to go through the model: 1 for a decode."""
+        return self.length - self.num_computed
+
+    @property
+    def wants_work(self) -> bool:
+        """Whether a further step can bring this sequence anything."""
+        return self.num_output + self.pending_tokens < self.max_output
+
+    @property
+    def order(self) -> tuple[int, float, str]:
+        """Who comes first: priority, then age; the id makes it total."""
+        return (self.priority, self.arrival_s, self.request_id)
+
+    def move(self, event: str) -> None:
+        """Follow the table.
+
+        Raises:
+            EngineError: The table has no such transition.
+        """
+        target = TRANSITIONS.get((self.status, event))
+        if target is None:
+            raise EngineError(f"sequence {self.request_id}: {event} in state {self.status.value}")
+        self.status = target

@@ -1,0 +1,187 @@
+"""From settings to a warmed-up engine: threads, model, KV pool, warm-up."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tailrace.clock import monotonic
+from tailrace.engine.block_manager import BlockManager
+from tailrace.engine.engine import Engine
+from tailrace.engine.scheduler import Scheduler
+from tailrace.errors import ConfigError, EngineError
+from tailrace.types import EngineReady, EngineRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+    from pathlib import Path
+
+    from tailrace.config import EngineConfig
+    from tailrace.engine.runner import Runner
+    from tailrace.models.causal_lm import CausalLM
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `load` brings."""
+
+    model: CausalLM
+    runner: Runner
+    blocks: BlockManager
+    context_length: int
+    device: str
+
+
+def thread_count(asked: int) -> int:
+    """Return the threads to compute with: those asked for, or the cores this process may use."""
+    return asked or len(os.sched_getaffinity(0))
+
+
+def pin_threads(asked: int) -> None:
+    """Bind OpenMP's threads to cores; must run before torch is imported, which starts OpenMP.
+
+    Unpinned and contended, a two-thread matrix product fell tenfold here (the threads of one team
+    shared a core). The binding holds for OpenMP's threads only; see `load` for this process's own.
+    """
+    cores = sorted(os.sched_getaffinity(0))[: thread_count(asked)]
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(cores)))
+    os.environ.setdefault("GOMP_CPU_AFFINITY", " ".join(map(str, cores)))
+
+
+def resolve(config: EngineConfig) -> Path:
+    """Find the checkpoint's folder, converting a GGUF file on its first use."""
+    from tailrace.models import gguf  # noqa: PLC0415 -- see worker._build: torch comes late
+
+    return gguf.resolve(config.model_path)
+
+
+def load(config: EngineConfig, folder: Path) -> Loaded:
+    """Load the model and allocate the KV pool; runs on the runner's thread.
+
+    Raises:
+        ConfigError: The KV pool cannot hold the context asked for.
+        ModelError: The checkpoint cannot be served.
+    """
+    import torch  # noqa: PLC0415
+
+    from tailrace.engine.runner import Runner, kv_bytes_per_token  # noqa: PLC0415
+    from tailrace.engine.sampler import Sampler  # noqa: PLC0415
+    from tailrace.kernels.select import select  # noqa: PLC0415
+    from tailrace.models.loader import load_model  # noqa: PLC0415
+
+    threads = thread_count(config.threads)
+    torch.set_num_threads(threads)
+    kernels = select(config.cpu_kernels, threads)
+    dtype = "float16" if config.dtype == "auto" else config.dtype
+    model = load_model(
+        folder, dtype=dtype, kernels=kernels, load_format=config.load_format, seed=config.seed
+    )
+    context, num_blocks = size_kv(config, model.config.max_position, kv_bytes_per_token(model))
+    sampler = Sampler(
+        config.max_batch_size, model.config.vocab_size, model.config.eos_token_ids, config.seed
+    )
+    runner = Runner(
+        model,
+        sampler,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        num_slots=config.max_batch_size,
+    )
+    return Loaded(
+        model=model,
+        runner=runner,
+        blocks=BlockManager(num_blocks, config.block_size, prefix_cache=config.prefix_cache),
+        context_length=context,
+        device=f"cpu ({threads} threads, {kernels.name} kernels, {dtype} weights)",
+    )
+
+
+def size_kv(config: EngineConfig, max_position: int, bytes_per_token: int) -> tuple[int, int]:
+    """Return (context length in tokens, KV blocks).
+
+    Raises:
+        ConfigError: The context asked for exceeds the model's, or the pool cannot hold it.
+    """
+    size = config.block_size
+    asked = config.context_length
+    if asked > max_position:
+        raise ConfigError(f"--context-length {asked}: the model holds {max_position} tokens")
+    pool = config.kv_cache_tokens or int(config.kv_cache_gib * 2**30) // bytes_per_token
+    num_blocks = pool // size
+    context = asked or min(max_position, num_blocks * size)
+    if num_blocks < 1 or context > num_blocks * size:
+        raise ConfigError(
+            f"the KV pool holds {num_blocks * size} tokens, less than one sequence of "
+            f"--context-length {context}: raise --kv-cache-gib ({config.kv_cache_gib}) or "
+            "--kv-cache-tokens, or lower --context-length"
+        )
+    return context, num_blocks
+
+
+def make_engine(config: EngineConfig, loaded: Loaded, submit: Callable[..., Future[Any]]) -> Engine:
+    """Put the pieces together."""
+    scheduler = Scheduler(
+        loaded.blocks,
+        max_batch_size=config.max_batch_size,
+        token_budget=config.max_num_batched_tokens,
+    )
+    return Engine(
+        scheduler,
+        loaded.runner,
+        submit=submit,
+        clock=monotonic,
+        context_length=loaded.context_length,
+        vocab_size=loaded.model.config.vocab_size,
+        eos_token_ids=loaded.model.config.eos_token_ids,
+    )
+
+
+def warm_up(config: EngineConfig, loaded: Loaded, submit: Callable[..., Future[Any]]) -> float:
+    """Run a few short requests through the real path; return the seconds it took.
+
+    They go through an engine of their own, so that no counter and no cache entry of theirs stays.
+    First calls compile, page in weights and start thread pools: no client should wait for that.
+
+    Raises:
+        EngineError: A warm-up request failed, so no client's would succeed.
+    """
+    started_s = time.monotonic()
+    blocks = BlockManager(loaded.blocks.num_blocks, config.block_size, prefix_cache=False)
+    engine = make_engine(config, replace(loaded, blocks=blocks), submit)
+    length = min(64, engine.context_length - 2)
+    for i in range(4):
+        ids = [(i + 7 * k) % engine.vocab_size for k in range(max(1, length))]
+        sampling = SamplingParams(max_tokens=2, ignore_eos=True, temperature=float(i % 2))
+        request = EngineRequest(
+            request_id=f"warmup-{i}",
+            token_ids=ids,
+            sampling=sampling,
+            arrival_s=monotonic(),
+        )
+        refused = engine.add(request)
+        if refused is not None:
+            raise EngineError(f"warm-up failed: {refused.error}")
+    while engine.has_work:
+        for output in engine.step():
+            if output.finish_reason == "error":
+                raise EngineError(f"warm-up failed: {output.error}")
+    return time.monotonic() - started_s
+
+
+def ready(
+    config: EngineConfig, loaded: Loaded, engine: Engine, load_s: float, warmup_s: float
+) -> EngineReady:
+    """Describe the running engine to the front ends."""
+    return EngineReady(
+        context_length=loaded.context_length,
+        vocab_size=loaded.model.config.vocab_size,
+        eos_token_ids=sorted(engine.eos_token_ids),
+        total_blocks=loaded.blocks.num_blocks,
+        block_size=config.block_size,
+        device=loaded.device,
+        load_s=load_s,
+        warmup_s=warmup_s,
+    )

@@ -1,0 +1,255 @@
+"""The engine process: `python -m tailrace.engine.worker`.
+
+The parent writes one JSON line to standard input, {"socket": path, "config": EngineConfig}, and
+keeps the pipe open: its end means that the parent died, and this process exits. The worker binds
+a ZeroMQ ROUTER at ipc://<socket>; each front end connects a DEALER and sends a Ping to be known.
+Frames are MessagePack of `types.FrontendMessage` and `types.EngineMessage`; nothing is pickled.
+
+A message that does not decode is dropped and counted: a broken front end must not end the others'
+requests.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import structlog
+import zmq
+
+from tailrace.config import EngineConfig
+from tailrace.errors import TailraceError
+from tailrace.types import (
+    AbortRequests,
+    EngineFatal,
+    EngineMessage,
+    EngineOutputs,
+    EngineRequest,
+    FrontendMessage,
+    ModelResolved,
+    Ping,
+    Shutdown,
+    TokenOutput,
+)
+
+if TYPE_CHECKING:
+    from tailrace.engine.engine import Engine
+
+log = structlog.get_logger("tailrace.engine")
+
+# An idle engine wakes so often only to notice that its parent died.
+_IDLE_POLL_MS = 1000
+
+
+class LaunchOrder(msgspec.Struct):
+    """The line on standard input."""
+
+    socket: str
+    config: EngineConfig
+
+
+@dataclass
+class _Frontend:
+    """What one front end is owed."""
+
+    outputs: list[TokenOutput] = field(default_factory=list)
+    wants_stats: bool = False
+
+
+class Mailbox:
+    """The engine's side of the socket: who is known, who asked what, what is due to whom."""
+
+    def __init__(self, socket_path: str) -> None:
+        self._context = zmq.Context.instance()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.bind(f"ipc://{socket_path}")
+        Path(socket_path).chmod(0o600)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(sys.stdin.fileno(), zmq.POLLIN)
+        self._decoder = msgspec.msgpack.Decoder(FrontendMessage)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._frontends: dict[bytes, _Frontend] = {}
+        self._owners: dict[str, bytes] = {}
+        self._announced: list[EngineMessage] = []
+        self.undecodable_total = 0
+
+    def announce(self, message: EngineMessage) -> None:
+        """Tell every front end, those that will come later included."""
+        self._announced.append(message)
+        for identity in self._frontends:
+            self._send(identity, message)
+
+    def wait(self, timeout_ms: int) -> None:
+        """Sleep until a message comes or the time is up; exit where the parent has died."""
+        ready = dict(self._poller.poll(timeout_ms))
+        if sys.stdin.fileno() in ready and not os.read(sys.stdin.fileno(), 4096):
+            log.warning("parent_died")
+            os._exit(1)
+
+    def receive(self) -> list[FrontendMessage]:
+        """Return all messages that have come; front ends new to us are told what was announced."""
+        messages = []
+        while True:
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return messages
+            message = self._decode(frames)
+            if message is None:
+                continue
+            self._meet(identity)
+            if isinstance(message, EngineRequest):
+                self._owners.setdefault(message.request_id, identity)
+            elif isinstance(message, Ping):
+                self._frontends[identity].wants_stats = True
+            messages.append(message)
+
+    def post(self, outputs: list[TokenOutput]) -> None:
+        """Sort outputs by the front end that asked."""
+        for output in outputs:
+            owner = self._owners.get(output.request_id)
+            if output.finish_reason is not None:
+                self._owners.pop(output.request_id, None)
+            if owner is not None:
+                self._frontends[owner].outputs.append(output)
+
+    def flush(self, engine: Engine) -> None:
+        """Send what is due: one message per front end."""
+        stats = None
+        for identity, frontend in self._frontends.items():
+            if frontend.outputs or frontend.wants_stats:
+                stats = stats or engine.stats()
+                self._send(identity, EngineOutputs(frontend.outputs, stats))
+                frontend.outputs = []
+                frontend.wants_stats = False
+
+    def close(self) -> None:
+        """Deliver what is under way and close."""
+        self._socket.close()
+        self._context.term()
+
+    def _decode(self, frames: list[bytes]) -> FrontendMessage | None:
+        try:
+            return self._decoder.decode(b"".join(frames))
+        except (msgspec.DecodeError, RecursionError) as error:
+            self.undecodable_total += 1
+            log.warning("undecodable_message", error=str(error), total=self.undecodable_total)
+            return None
+
+    def _meet(self, identity: bytes) -> None:
+        if identity not in self._frontends:
+            self._frontends[identity] = _Frontend()
+            for message in self._announced:
+                self._send(identity, message)
+
+    def _send(self, identity: bytes, message: EngineMessage) -> None:
+        self._socket.send_multipart([identity, self._encoder.encode(message)])
+
+
+class Worker:
+    """Feeds the engine from the mailbox until told to stop."""
+
+    def __init__(self, mailbox: Mailbox, engine: Engine) -> None:
+        self.mailbox = mailbox
+        self.engine = engine
+        self.stopping = False
+
+    def run(self) -> None:
+        """Serve until a Shutdown came and no request is left."""
+        while not (self.stopping and not self.engine.has_work):
+            self.mailbox.wait(0 if self.engine.has_work else _IDLE_POLL_MS)
+            for message in self.mailbox.receive():
+                self._handle(message)
+            if self.engine.has_work:
+                self.mailbox.post(self.engine.step())
+            self.mailbox.flush(self.engine)
+
+    def _handle(self, message: FrontendMessage) -> None:
+        match message:
+            case EngineRequest():
+                refused = self.engine.add(message)
+                if refused is not None:
+                    self.mailbox.post([refused])
+            case AbortRequests(request_ids):
+                self.mailbox.post(self.engine.abort(request_ids))
+            case Shutdown():
+                self.stopping = True
+            case Ping():
+                pass
+
+
+def main() -> int:
+    """Load, warm up, serve; return the exit status."""
+    # Ctrl-C reaches the whole process group; the parent decides when this process goes.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    started_s = time.monotonic()
+    order = msgspec.json.decode(_first_line(sys.stdin.fileno()), type=LaunchOrder)
+    mailbox = Mailbox(order.socket)
+    # One thread owns the device and its thread pool: OpenMP keeps a team for each thread that
+    # calls it, so loading here and running there would leave a second, idle team behind.
+    with ThreadPoolExecutor(1, thread_name_prefix="runner") as executor:
+        try:
+            engine = _build(order.config, mailbox, executor, started_s)
+        except Exception as error:  # the front end must hear of any of them
+            if not isinstance(error, TailraceError):
+                log.exception("start_failed")
+            _announce_fatal(mailbox, error)
+            return 1
+        Worker(mailbox, engine).run()
+    mailbox.close()
+    return 0
+
+
+def _announce_fatal(mailbox: Mailbox, error: Exception) -> None:
+    text = str(error) if isinstance(error, TailraceError) else f"{type(error).__name__}: {error}"
+    mailbox.receive()
+    mailbox.announce(EngineFatal(text))
+    mailbox.wait(_IDLE_POLL_MS)  # a front end that connects only now is told too
+    mailbox.receive()
+    mailbox.close()
+
+
+def _build(
+    config: EngineConfig, mailbox: Mailbox, executor: ThreadPoolExecutor, started_s: float
+) -> Engine:
+    # torch is imported only here, so that a bad order line fails before seconds of imports.
+    from tailrace.engine import setup  # noqa: PLC0415
+
+    setup.pin_threads(config.threads)
+    folder = executor.submit(setup.resolve, config).result()
+    mailbox.receive()
+    mailbox.announce(ModelResolved(str(folder)))
+    loaded = executor.submit(setup.load, config, folder).result()
+    load_s = time.monotonic() - started_s
+    warmup_s = setup.warm_up(config, loaded, executor.submit) if config.warmup else 0.0
+    engine = setup.make_engine(config, loaded, executor.submit)
+    mailbox.receive()
+    mailbox.announce(setup.ready(config, loaded, engine, load_s, warmup_s))
+    return engine
+
+
+def _first_line(descriptor: int) -> bytes:
+    """Read up to the first line's end, unbuffered: the poller watches the rest of the pipe."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(descriptor, 1)
+        if not byte:
+            break
+        line += byte
+    return bytes(line)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

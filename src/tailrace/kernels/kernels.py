@@ -1,0 +1,95 @@
+"""What a model asks of the device.
+
+Shape suffixes: T rows of the step, D model or head dimension, E = (Hq + 2 Hkv) * head_dim,
+F feed-forward width, I and O a linear layer's inputs and outputs, H heads. All activations are
+contiguous float32 on the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tailrace.kernels.attention_batch import AttentionBatch
+    from tailrace.kernels.rotary import Rotary
+
+WeightDtype = Literal["float32", "float16"]
+
+
+class Linear(Protocol):
+    """A weight matrix, packed for the machine."""
+
+    @property
+    def name(self) -> str:
+        """How it computes, such as "fbgemm float16"."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weight and bias."""
+        ...
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """Return x @ weight.T + bias as float32 [T, O]."""
+        ...
+
+
+class Kernels(Protocol):
+    """One implementation of every operation; all of them agree within float32's noise."""
+
+    @property
+    def name(self) -> str:
+        """As a person would say it, such as "native (avx512, 2 threads)"."""
+        ...
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        """Return x / sqrt(mean(x^2) + eps) * weight, row by row."""
+        ...
+
+    def add_rms_norm(
+        self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> Tensor:
+        """Add x to residual in place and return the RMS norm of the sum."""
+        ...
+
+    def rope_and_cache(
+        self,
+        qkv_TE: Tensor,
+        rotary: Rotary,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        norm_eps: float = 1e-6,
+    ) -> Tensor:
+        """Rotate q and k, write k and v into the caches at `batch.slots`, return q [T, Hq, D].
+
+        Where `q_norm` and `k_norm` (float32 [D]) are given, q and k are RMS-normed per head
+        before they are rotated.
+        """
+        ...
+
+    def paged_attention(
+        self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float
+    ) -> Tensor:
+        """Return causal attention of each row over its sequence, float32 [T, Hq * D]."""
+        ...
+
+    def silu_mul(self, gate_up_T2F: Tensor) -> Tensor:
+        """Return silu(x[:, :F]) * x[:, F:], float32 [T, F]."""
+        ...
+
+    def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None, dtype: WeightDtype) -> Linear:
+        """Pack a weight once, at load.
+
+        Raises:
+            ConfigError: The weight does not fit float16's range.
+        """
+        ...

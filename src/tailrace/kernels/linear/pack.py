@@ -1,0 +1,24 @@
+"""Which packed form a weight takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tailrace.kernels.linear.fbgemm import Float16Linear
+from tailrace.kernels.linear.reference import Float32Linear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tailrace.kernels.kernels import Linear, WeightDtype
+
+
+def pack_linear(weight_OI: Tensor, bias_O: Tensor | None, dtype: WeightDtype) -> Linear:
+    """Pack a weight for the machine; float16 rounds it to half precision.
+
+    Raises:
+        ConfigError: The weight does not fit float16's range.
+    """
+    if dtype == "float16":
+        return Float16Linear(weight_OI, bias_O)
+    return Float32Linear(weight_OI, bias_O)

@@ -1,0 +1,1 @@
+"""Checkpoints and the models made of them."""

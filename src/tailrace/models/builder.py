@@ -1,0 +1,155 @@
+"""Turns named tensors into layers: what the family files are written with.
+
+Tensor names are those of Hugging Face checkpoints. Each is taken at the shape the config
+implies, so a checkpoint that contradicts its config is caught here, by name.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from tailrace.errors import ConfigError, ModelError
+from tailrace.models.layers import Attention, GatedMlp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch import Tensor
+
+    from tailrace.kernels.kernels import Kernels, Linear, WeightDtype
+    from tailrace.kernels.rotary import Rotary
+    from tailrace.models.config import ModelConfig
+    from tailrace.models.layers import DecoderLayer
+
+_FLOAT16_MAX = 65504.0
+_DTYPES = {"float32": torch.float32, "float16": torch.float16}
+
+
+class TensorSource(Protocol):
+    """Where tensors come from; see `Checkpoint` and `RandomTensors`."""
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the tensor, or raise `ModelError`."""
+        ...
+
+    def finish(self, ignored: Iterable[str] = ()) -> None:
+        """Raise `ModelError` where tensors are left over."""
+        ...
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Takes tensors from `source` and packs them for `kernels`.
+
+    Args:
+        config: Gives every shape.
+        source: Gives every tensor.
+        kernels: Pack and run the linear layers.
+        dtype: "float32" or "float16", of the matrices as held; norms and biases stay float32.
+    """
+
+    config: ModelConfig
+    source: TensorSource
+    kernels: Kernels
+    dtype: WeightDtype
+
+    def layers(self, build: Callable[[str], DecoderLayer]) -> list[DecoderLayer]:
+        """Build every layer, several at once: packing uses one thread a matrix.
+
+        Args:
+            build: Builds the layer whose tensors' names start with its argument.
+        """
+        places = [f"model.layers.{index}" for index in range(self.config.num_layers)]
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            return list(pool.map(build, places))
+
+    def norm(self, name: str, size: int) -> Tensor:
+        """Return a norm's weight, float32 [size]."""
+        return self._copied(name, (size,), torch.float32)
+
+    def linear(self, names: list[str], out_sizes: list[int], in_size: int, *, bias: bool) -> Linear:
+        """Pack one linear layer out of the projections `names`, stacked along their outputs."""
+        sizes = list(zip(names, out_sizes, strict=True))
+        weight_OI = torch.empty(sum(out_sizes), in_size)
+        self._fill(weight_OI, [(f"{n}.weight", (size, in_size)) for n, size in sizes])
+        bias_O = None
+        if bias:
+            bias_O = torch.empty(sum(out_sizes))
+            self._fill(bias_O, [(f"{n}.bias", (size,)) for n, size in sizes])
+        return self._packed(names[0], weight_OI, bias_O)
+
+    def attention(self, at: str, rotary: Rotary) -> Attention:
+        """Build the attention whose tensors' names start with `at`."""
+        config = self.config
+        q_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        qk_norm = config.qk_norm
+        return Attention(
+            qkv=self.linear(
+                [f"{at}.q_proj", f"{at}.k_proj", f"{at}.v_proj"],
+                [q_size, kv_size, kv_size],
+                config.hidden_size,
+                bias=config.attention_bias,
+            ),
+            out=self.linear(
+                [f"{at}.o_proj"], [config.hidden_size], q_size, bias=config.attention_out_bias
+            ),
+            rotary=rotary,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            norm_eps=config.rms_norm_eps,
+            q_norm=self.norm(f"{at}.q_norm.weight", config.head_dim) if qk_norm else None,
+            k_norm=self.norm(f"{at}.k_norm.weight", config.head_dim) if qk_norm else None,
+        )
+
+    def mlp(self, at: str) -> GatedMlp:
+        """Build the gated MLP whose tensors' names start with `at`."""
+        hidden, inner = self.config.hidden_size, self.config.intermediate_size
+        bias = self.config.mlp_bias
+        return GatedMlp(
+            gate_up=self.linear(
+                [f"{at}.gate_proj", f"{at}.up_proj"], [inner, inner], hidden, bias=bias
+            ),
+            down=self.linear([f"{at}.down_proj"], [hidden], inner, bias=bias),
+        )
+
+    def embedding_and_head(self, embedding: str, head: str) -> tuple[Tensor, Linear]:
+        """Return the embedding [V, H], held in `dtype`, and the head that may share its values."""
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        embedding_VH = self._copied(embedding, shape, _DTYPES[self.dtype])
+        if self.config.tie_word_embeddings:
+            head_VH = embedding_VH.to(torch.float32)  # in float32 the storage itself is shared
+        else:
+            head_VH = self._copied(head, shape, torch.float32)
+        tied = self.config.tie_word_embeddings
+        return embedding_VH, self._packed(embedding if tied else head, head_VH, None)
+
+    def _packed(self, name: str, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+        try:
+            return self.kernels.pack_linear(weight_OI, bias_O, self.dtype)
+        except ConfigError as error:
+            raise ModelError(f"tensor {name} (or one that is stacked with it): {error}") from error
+
+    def _fill(self, out: Tensor, parts: list[tuple[str, tuple[int, ...]]]) -> None:
+        """Copy the tensors into `out`, one below the other, converted on the way."""
+        row = 0
+        for name, shape in parts:
+            part = self.source.take(name, shape)
+            out[row : row + shape[0]].copy_(part)
+            row += shape[0]
+
+    def _copied(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a copy: pages of a mapped file may be dropped, and read again mid-request."""
+        tensor = self.source.take(name, shape)
+        low, high = torch.aminmax(tensor)
+        if dtype == torch.float16 and max(-low.item(), high.item()) > _FLOAT16_MAX:
+            raise ModelError(
+                f"tensor {name} holds values beyond {_FLOAT16_MAX:.0f}, float16's limit; "
+                "use --dtype float32"
+            )
+        return tensor.to(dtype, copy=True)

@@ -1,0 +1,49 @@
+"""What the engine's runner sees of a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from tailrace.kernels.attention_batch import AttentionBatch
+    from tailrace.models.config import ModelConfig
+
+KVCache = tuple["Tensor", "Tensor"]
+"""One layer's (k_cache, v_cache); shapes are the kernels' affair."""
+
+
+class CausalLM(Protocol):
+    """A decoder that continues the sequences of one flat batch."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's shape."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that the weights take as they are held."""
+        ...
+
+    def forward(
+        self, token_ids: Tensor, batch: AttentionBatch, kv_caches: Sequence[KVCache]
+    ) -> Tensor:
+        """Run one step and write its keys and values into the caches.
+
+        Args:
+            token_ids: int64 [T], the sequences' chunks one after the other.
+            batch: Where each row belongs.
+            kv_caches: One pair a layer.
+
+        Returns:
+            float32 [T, H], after the final norm.
+        """
+        ...
+
+    def logits(self, hidden_RH: Tensor) -> Tensor:
+        """Return float32 [R, vocabulary] for the rows that are to be sampled."""
+        ...

@@ -1,0 +1,145 @@
+"""Tensors of a Hugging Face folder: safetensors, in one file or in shards.
+
+Files are mapped into memory, so a tensor costs nothing until it is read. Every problem is a
+`ModelError` that names the tensor. Pickled checkpoints (.bin, .pt) are never opened: reading one
+runs code out of it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tailrace.errors import ModelError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+_FILE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SHOWN = 5
+"""Tensor names that one error message lists."""
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+class Checkpoint:
+    """The tensors of one folder, by name; `take` each once, then `finish`.
+
+    Args:
+        folder: Holds model.safetensors, or model.safetensors.index.json and its shards.
+
+    Raises:
+        ModelError: There are no safetensors, or a file is missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files = {name: _open(folder / name) for name in _shards(folder)}
+        self._homes = {key: name for name, file in self._files.items() for key in file.keys()}  # noqa: SIM118 - it is no mapping
+        self._left = set(self._homes)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the tensor `name`, float32, float16 or bfloat16 as stored, mapped from the file.
+
+        Raises:
+            ModelError: It is missing, or its shape or type is not the expected one.
+        """
+        if name not in self._homes:
+            hint = nearest(name, self._homes)
+            raise ModelError(f"{self.folder}: tensor {name} {list(shape)} is missing{hint}")
+        view = self._files[self._homes[name]].get_slice(name)
+        found = tuple(view.get_shape())
+        if found != shape:
+            raise ModelError(
+                f"{self.folder}: tensor {name} has shape {list(found)}, expected {list(shape)}"
+            )
+        if view.get_dtype() not in _DTYPES:
+            raise ModelError(
+                f"{self.folder}: tensor {name} has type {view.get_dtype()}; "
+                f"supported are {', '.join(_DTYPES)}"
+            )
+        self._left.discard(name)
+        tensor: Tensor = self._files[self._homes[name]].get_tensor(name)
+        return tensor
+
+    def finish(self, ignored: Iterable[str] = ()) -> None:
+        """Check that nothing is left over: a tensor without a place means another architecture.
+
+        Args:
+            ignored: Regular expressions of names that may be left.
+
+        Raises:
+            ModelError: Names the tensors that were never taken.
+        """
+        patterns = [re.compile(pattern) for pattern in ignored]
+        left = sorted(n for n in self._left if not any(p.fullmatch(n) for p in patterns))
+        if left:
+            shown = ", ".join(left[:_SHOWN]) + (", ..." if len(left) > _SHOWN else "")
+            raise ModelError(
+                f"{self.folder}: {len(left)} tensors have no place in this architecture: {shown}"
+            )
+
+
+class RandomTensors:
+    """Seeded random weights in place of a checkpoint's: for speed tests without a download.
+
+    A tensor depends on the seed and its name only. Matrices get a standard deviation of
+    1/sqrt(inputs), which keeps activations near one through any depth; vectors are norms' ones
+    or biases' zeros.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return float32 of `shape`."""
+        if len(shape) == 1:
+            return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
+        name_number = int.from_bytes(name.encode(), "big") % (2**61 - 1)  # stable, unlike hash()
+        generator = torch.Generator().manual_seed(self.seed ^ name_number)
+        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+
+    def finish(self, ignored: Iterable[str] = ()) -> None:
+        """Nothing can be left over."""
+
+
+def _shards(folder: Path) -> list[str]:
+    """Return the names of the safetensors files, checked to lie in the folder itself."""
+    index = folder / _INDEX
+    if index.exists():
+        try:
+            names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+        except msgspec.DecodeError as error:
+            raise ModelError(f"{index}: {error}") from error
+        for name in names:
+            if Path(name).name != name:
+                raise ModelError(f"{index}: shard {name!r} must be a plain file name")
+        return sorted(names)
+    if (folder / _FILE).exists():
+        return [_FILE]
+    pickled = sorted(p.name for p in folder.glob("*.bin")) + sorted(
+        p.name for p in folder.glob("*.pt*")
+    )
+    found = f"; {pickled[0]} is a pickle, which is never loaded: convert it" if pickled else ""
+    raise ModelError(f"{folder}: neither {_FILE} nor {_INDEX} is here{found}")
+
+
+def _open(file: Path) -> Any:
+    # Any: the library's methods carry no types.
+    try:
+        return safe_open(file, framework="pt")
+    except FileNotFoundError as error:
+        raise ModelError(f"{file}: this shard is named by {_INDEX} and is missing") from error
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file}: damaged or incomplete: {error}") from error

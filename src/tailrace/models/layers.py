@@ -1,0 +1,151 @@
+"""The layers that all families share.
+
+Legend of shape suffixes (`x_TH` is tokens x hidden):
+  T  rows of the step: the sequences' chunks, one after the other
+  R  rows that are sampled
+  H  hidden size                 F  intermediate size of the MLP
+  E  width of [q | k | v]        D  head dimension
+  V  vocabulary                  P  positions
+  O, I  a linear layer's outputs and inputs
+
+Two fusions shape the code. q, k and v are one matrix, and so are gate and up: one wide product
+beats three narrow ones. And the residual sum is added where the next norm reads it, so a block
+hands on its own output and the residual separately:
+
+    embed -> residual
+    x = norm(residual)
+    x = attention(x);  residual += x, x = norm(residual)      (one kernel)
+    x = mlp(x);        residual += x, x = norm(residual)      (one kernel; the norm is the NEXT
+    ...                                                        layer's first, or the final one)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from tailrace.kernels.attention_batch import AttentionBatch
+    from tailrace.kernels.kernels import Kernels, Linear
+    from tailrace.kernels.rotary import Rotary
+    from tailrace.models.causal_lm import KVCache
+    from tailrace.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal grouped-query attention over the paged cache."""
+
+    qkv: Linear
+    out: Linear
+    rotary: Rotary
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    q_norm: Tensor | None = None  # [D]
+    k_norm: Tensor | None = None  # [D]
+
+    def __call__(
+        self, kernels: Kernels, x_TH: Tensor, batch: AttentionBatch, kv_cache: KVCache
+    ) -> Tensor:
+        """Return [T, H]; the step's keys and values are in the cache afterwards."""
+        k_cache, v_cache = kv_cache
+        q_THd = kernels.rope_and_cache(
+            self.qkv(x_TH),
+            self.rotary,
+            batch,
+            k_cache,
+            v_cache,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            norm_eps=self.norm_eps,
+        )
+        scale = self.head_dim**-0.5
+        return self.out(kernels.paged_attention(q_THd, k_cache, v_cache, batch, scale))
+
+
+@dataclass(frozen=True)
+class GatedMlp:
+    """down(silu(gate(x)) * up(x))."""
+
+    gate_up: Linear
+    down: Linear
+
+    def __call__(self, kernels: Kernels, x_TH: Tensor) -> Tensor:
+        """Return [T, H]."""
+        return self.down(kernels.silu_mul(self.gate_up(x_TH)))
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """Attention and MLP, each behind its norm."""
+
+    attention_norm: Tensor  # [H]
+    attention: Attention
+    mlp_norm: Tensor  # [H]
+    mlp: GatedMlp
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A whole model: `CausalLM` for every family here, which differ in how it is put together."""
+
+    config: ModelConfig
+    kernels: Kernels
+    embedding: Tensor  # [V, H]
+    layers: Sequence[DecoderLayer]
+    final_norm: Tensor  # [H]
+    head: Linear
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids: Tensor, batch: AttentionBatch, kv_caches: Sequence[KVCache]
+    ) -> Tensor:
+        """Run one step; see `CausalLM.forward`."""
+        kernels, eps = self.kernels, self.config.rms_norm_eps
+        # `index_select` copies, so the residual may be summed in place.
+        residual_TH = self.embedding.index_select(0, token_ids).to(torch.float32)
+        x_TH = kernels.rms_norm(residual_TH, self.layers[0].attention_norm, eps)
+        next_norms = [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
+        for layer, kv_cache, next_norm_H in zip(self.layers, kv_caches, next_norms, strict=True):
+            x_TH = layer.attention(kernels, x_TH, batch, kv_cache)
+            x_TH = kernels.add_rms_norm(x_TH, residual_TH, layer.mlp_norm, eps)
+            x_TH = layer.mlp(kernels, x_TH)
+            x_TH = kernels.add_rms_norm(x_TH, residual_TH, next_norm_H, eps)
+        return x_TH
+
+    @torch.inference_mode()
+    def logits(self, hidden_RH: Tensor) -> Tensor:
+        """Return float32 [R, V]."""
+        return self.head(hidden_RH)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights as they are held, biases included."""
+        total = _bytes(self.embedding) + _bytes(self.final_norm) + self.head.nbytes
+        for layer in self.layers:
+            attention, mlp = layer.attention, layer.mlp
+            linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+            norms = (
+                layer.attention_norm,
+                layer.mlp_norm,
+                attention.q_norm,
+                attention.k_norm,
+            )
+            total += sum(linear.nbytes for linear in linears)
+            total += sum(_bytes(norm) for norm in norms if norm is not None)
+        return total
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,56 @@
+"""From a checkpoint folder to a model that runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tailrace.errors import ModelError
+from tailrace.models.builder import Builder, TensorSource
+from tailrace.models.checkpoint import Checkpoint, RandomTensors
+from tailrace.models.config import load_config
+from tailrace.models.registry import builder_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tailrace.kernels.kernels import Kernels, WeightDtype
+    from tailrace.models.causal_lm import CausalLM
+
+_DTYPES: dict[str, WeightDtype] = {"auto": "float16", "float32": "float32", "float16": "float16"}
+"""On a CPU float16 weights are half the memory traffic; sums stay float32."""
+
+_IGNORED = (r".*\.rotary_emb\.inv_freq",)
+"""Old Llama checkpoints store the rotary frequencies, which the config gives as well."""
+
+
+def load_model(
+    folder: Path, *, dtype: str, kernels: Kernels, load_format: str = "auto", seed: int = 0
+) -> CausalLM:
+    """Load and pack a model.
+
+    Args:
+        folder: A Hugging Face folder; see `gguf.resolve` for other kinds of path.
+        dtype: Of the weights: auto, float32 or float16. Activations are float32 always.
+        kernels: Run the model, and pack its weights to their liking.
+        load_format: "auto" reads safetensors; "dummy" needs config.json alone.
+        seed: Of dummy weights.
+
+    Raises:
+        ModelError: The checkpoint is not supported, or not whole; names what is wrong.
+    """
+    if dtype not in _DTYPES:
+        raise ModelError(f"dtype {dtype!r} must be one of {', '.join(_DTYPES)}")
+    config = load_config(folder)
+    source = _source(folder, load_format, seed)
+    model = builder_of(config.architecture)(Builder(config, source, kernels, _DTYPES[dtype]))
+    # A tied checkpoint may carry the head as well; transformers ignores it there, too.
+    source.finish((*_IGNORED, r"lm_head\.weight") if config.tie_word_embeddings else _IGNORED)
+    return model
+
+
+def _source(folder: Path, load_format: str, seed: int) -> TensorSource:
+    if load_format == "dummy":
+        return RandomTensors(seed)
+    if load_format == "auto":
+        return Checkpoint(folder)
+    raise ModelError(f"load format {load_format!r} must be auto or dummy")

@@ -1,0 +1,188 @@
+"""The contract between the rooms: what crosses a process border, as plain values.
+
+Everything here is a msgspec Struct, so it travels over ZeroMQ as MessagePack and never as a
+pickle. The front end owns text; the engine owns token ids. A request enters the engine as
+`EngineRequest` and leaves it as `TokenOutput`s, the last of which has a `finish_reason`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the engine turns logits into token ids for one sequence.
+
+    Stop strings and `n` are not here: the front end owns text and fans out.
+    Order of application: logit_bias, min_tokens mask, penalties (repetition, then frequency and
+    presence), temperature, top_k, top_p, min_p (each on what the former left), draw.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy: the arg-max after bias and penalties, the lowest id on a tie."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all."""
+    min_p: float = 0.0
+    """Drops tokens less likely than `min_p` times the most likely one."""
+    seed: int | None = None
+    """Same seed, same tokens, whatever else is in the batch."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output."""
+    logit_bias: dict[int, float] = {}
+    stop_token_ids: tuple[int, ...] = ()
+    """End the sequence besides the model's own end-of-sequence ids; the token is not text."""
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    """Until so many tokens are out, end-of-sequence and stop ids cannot be drawn."""
+    logprobs: int | None = None
+    """For each output token: its log-probability, and those of the top n. 0: its own only."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token but the first, under the model's prediction for it."""
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="add"):
+    """One sequence to continue."""
+
+    request_id: str
+    token_ids: list[int]
+    """The prompt; never empty."""
+    sampling: SamplingParams
+    arrival_s: float
+    """Monotonic seconds at which the front end had the request complete."""
+    priority: int = 0
+    """Smaller is served sooner."""
+    cache_salt: str = ""
+    """Prefix-cache entries are shared only between requests of one salt."""
+
+
+class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
+    """Forget these requests; their KV units return within one step. Unknown ids are no error."""
+
+    request_ids: list[str]
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Ask the engine for `EngineStats` now (an idle engine publishes none)."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Exit with status 0 once no request is left."""
+
+
+FrontendMessage = EngineRequest | AbortRequests | Ping | Shutdown
+"""What a front end sends to the engine."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Log-probabilities (natural logarithm, of the raw logits) at one position."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 is the most likely token."""
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
+
+
+class RequestTimes(msgspec.Struct, frozen=True, omit_defaults=True):
+    """When things happened to a request, in monotonic seconds, as the engine saw them."""
+
+    arrival_s: float
+    """Received by the engine."""
+    scheduled_s: float
+    """First put into a step."""
+    first_token_s: float
+    finished_s: float
+    preemptions: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was found in the prefix cache."""
+
+
+class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one step brought to one request."""
+
+    request_id: str
+    token_ids: list[int]
+    """New tokens; a token that ended the sequence (EOS or stop id) is included as the last."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of `token_ids`, where the request asked."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """Sent once, with the first token; one for each prompt token, the first being None."""
+    finish_reason: str | None = None
+    """"stop" (EOS or stop id), "length", "abort" or "error"; None while the sequence goes on."""
+    stop_token_id: int | None = None
+    """The token that caused "stop", so that the front end leaves it out of the text."""
+    error: str | None = None
+    """For "error": what happened, fit for the client."""
+    times: RequestTimes | None = None
+    """With the last output."""
+
+
+class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The engine's state after a step; counters only grow while the process lives."""
+
+    time_s: float
+    running_requests: int
+    waiting_requests: int
+    total_blocks: int
+    free_blocks: int
+    """Free now; blocks that only the prefix cache holds count as free."""
+    block_size: int
+    live_tokens: int
+    """Tokens of running requests whose KV is held."""
+    held_blocks: int
+    """Blocks that running requests hold."""
+    prompt_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    prefix_query_tokens_total: int = 0
+    preemptions_total: int = 0
+    steps_total: int = 0
+    step_time_s: float = 0.0
+    """Of the last step."""
+    step_tokens: int = 0
+    busy_s_total: float = 0.0
+    """Seconds during which the device had a step to run."""
+
+
+class EngineOutputs(msgspec.Struct, frozen=True, omit_defaults=True, tag="outputs"):
+    """One message per front end and step."""
+
+    outputs: list[TokenOutput]
+    stats: EngineStats
+
+
+class ModelResolved(msgspec.Struct, frozen=True, tag="resolved"):
+    """The checkpoint is found and, where it was GGUF, converted: the tokenizer can be loaded."""
+
+    folder: str
+    """Holds tokenizer.json, tokenizer_config.json and config.json."""
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
+    """Loaded and warmed up."""
+
+    context_length: int
+    """Most tokens (prompt and output) of one sequence."""
+    vocab_size: int
+    eos_token_ids: list[int]
+    total_blocks: int
+    block_size: int
+    device: str
+    """As a person would say it, such as "cpu (2 threads, native kernels, avx512)"."""
+    load_s: float
+    warmup_s: float
+
+
+class EngineFatal(msgspec.Struct, frozen=True, tag="fatal"):
+    """The engine cannot start or go on; the process exits after this."""
+
+    error: str
+
+
+EngineMessage = EngineOutputs | ModelResolved | EngineReady | EngineFatal
+"""What the engine sends to a front end."""

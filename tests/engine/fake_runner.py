@@ -1,0 +1,107 @@
+"""A device made of dictionaries: KV holds token ids, and the "model" hashes what it can see.
+
+The next token is a hash of every token that the block table leads to. So a wrong block, a stale
+prefix-cache hit, a lost or doubled position, or a neighbour's write changes the output, and the
+oracle (`expected_output`) knows nothing of batches, blocks or steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tailrace.engine.runner import StepResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tailrace.engine.block_manager import BlockManager
+    from tailrace.engine.scheduler import Step
+
+VOCAB = 50
+
+
+def next_token(history: list[int]) -> int:
+    digest = hashlib.blake2b(repr(history).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % VOCAB
+
+
+def expected_output(prompt: list[int], max_output: int, stop_ids: frozenset[int]) -> list[int]:
+    history = list(prompt)
+    for _ in range(max_output):
+        history.append(next_token(history))
+        if history[-1] in stop_ids:
+            break
+    return history[len(prompt) :]
+
+
+@dataclass
+class Row:
+    slot: int
+    inputs: list[int] | None
+    start: int
+    end: int
+    table: list[int]
+    samples: bool
+
+
+class LazyFuture:
+    """Runs only when asked for its result, i.e. after the next step was scheduled and prepared."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+
+    def result(self) -> Any:
+        return self._work()
+
+
+@dataclass
+class FakeRunner:
+    block_size: int
+    fail_when: Callable[[list[Row]], bool] = lambda rows: False
+    kv: dict[tuple[int, int], int] = field(default_factory=dict)
+    last: dict[int, int] = field(default_factory=dict)
+    steps: list[list[Row]] = field(default_factory=list)
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> LazyFuture:
+        return LazyFuture(lambda: function(*args))
+
+    def prepare(self, step: Step, blocks: BlockManager) -> list[Row]:
+        return [
+            Row(
+                slot=chunk.slot,
+                inputs=None
+                if chunk.from_device
+                else chunk.sequence.token_ids[chunk.start : chunk.end],
+                start=chunk.start,
+                end=chunk.end,
+                table=list(blocks.table(chunk.sequence.request_id)),
+                samples=chunk.samples,
+            )
+            for chunk in step.chunks
+        ]
+
+    def execute(self, rows: list[Row]) -> StepResult:
+        self.steps.append(rows)
+        if self.fail_when(rows):
+            raise RuntimeError("the device said no")
+        for row in rows:
+            self._write(row)
+        tokens = []
+        for row in rows:
+            if row.samples:
+                tokens.append(next_token(self._read(row)))
+                self.last[row.slot] = tokens[-1]
+        return StepResult(tokens, [None] * len(tokens))
+
+    def _write(self, row: Row) -> None:
+        inputs = [self.last[row.slot]] if row.inputs is None else row.inputs
+        assert len(inputs) == row.end - row.start
+        for position, token in zip(range(row.start, row.end), inputs, strict=True):
+            block, offset = divmod(position, self.block_size)
+            self.kv[row.table[block], offset] = token
+
+    def _read(self, row: Row) -> list[int]:
+        size = self.block_size
+        return [self.kv[row.table[p // size], p % size] for p in range(row.end)]

@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from fake_runner import VOCAB, FakeRunner, expected_output
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tailrace.clock import VirtualClock
+from tailrace.engine.block_manager import BlockManager
+from tailrace.engine.engine import Engine
+from tailrace.engine.scheduler import Scheduler
+from tailrace.types import EngineRequest, SamplingParams, TokenOutput
+
+CONTEXT = 64
+
+
+@dataclass
+class Bench:
+    """An engine over the fake device, and what it has put out."""
+
+    engine: Engine
+    runner: FakeRunner
+    blocks: BlockManager
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def take(self, outputs: list[TokenOutput]) -> None:
+        for output in outputs:
+            assert output.request_id not in self.reasons, "output after the end"
+            self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.finish_reason is not None:
+                self.reasons[output.request_id] = output.finish_reason
+
+    def step(self) -> None:
+        self.take(self.engine.step())
+        self.blocks.check_integrity()
+
+    def run(self, limit: int = 2000) -> None:
+        for _ in range(limit):
+            if not self.engine.has_work:
+                return
+            self.step()
+        raise AssertionError(f"not done after {limit} steps")
+
+
+def make_bench(
+    *, num_blocks=16, block_size=8, slots=4, budget=16, prefix_cache=True, fail_when=None, eos=()
+) -> Bench:
+    blocks = BlockManager(num_blocks, block_size, prefix_cache=prefix_cache)
+    runner = FakeRunner(block_size, **({"fail_when": fail_when} if fail_when else {}))
+    engine = Engine(
+        Scheduler(blocks, max_batch_size=slots, token_budget=budget),
+        runner,
+        submit=runner.submit,
+        clock=VirtualClock(),
+        context_length=min(CONTEXT, num_blocks * block_size),
+        vocab_size=VOCAB,
+        eos_token_ids=eos,
+    )
+    return Bench(engine, runner, blocks)
+
+
+def request(request_id: str, prompt: list[int], max_tokens: int, **sampling) -> EngineRequest:
+    extra = {key: sampling.pop(key) for key in ("priority", "cache_salt") if key in sampling}
+    return EngineRequest(
+        request_id=request_id,
+        token_ids=prompt,
+        sampling=SamplingParams(max_tokens=max_tokens, **sampling),
+        arrival_s=float(request_id.split("-")[-1]),
+        **extra,
+    )
+
+
+# Few distinct tokens and shared stems, so that prefixes really repeat.
+prompts = st.builds(
+    lambda stem, tail: [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17][:stem] + tail,
+    st.integers(0, 17),
+    st.lists(st.integers(0, 3), min_size=1, max_size=20),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    jobs=st.lists(
+        st.tuples(prompts, st.integers(1, 24), st.integers(0, 2), st.integers(0, 12)),
+        min_size=1,
+        max_size=12,
+    ),
+    num_blocks=st.integers(8, 24),
+    budget=st.integers(4, 40),
+    slots=st.integers(1, 4),
+    prefix_cache=st.booleans(),
+    abort_at=st.dictionaries(st.integers(0, 11), st.integers(0, 30), max_size=3),
+)
+def test_output_is_the_models_whatever_is_batched_chunked_cached_preempted_or_aborted(
+    jobs, num_blocks, budget, slots, prefix_cache, abort_at
+):
+    eos = frozenset({7})
+    bench = make_bench(
+        num_blocks=num_blocks,
+        budget=budget,
+        slots=slots,
+        prefix_cache=prefix_cache,
+        eos=eos,
+    )
+    arrivals = sorted(range(len(jobs)), key=lambda i: jobs[i][3])
+    for step in range(3000):
+        while arrivals and jobs[arrivals[0]][3] <= step:
+            i = arrivals.pop(0)
+            prompt, max_tokens, priority, _ = jobs[i]
+            refused = bench.engine.add(request(f"r-{i}", prompt, max_tokens, priority=priority))
+            assert refused is None
+        for i, when in abort_at.items():
+            if when == step:
+                bench.take(bench.engine.abort([f"r-{i}"]))
+                bench.blocks.check_integrity()
+        if not arrivals and not bench.engine.has_work:
+            break
+        bench.step()
+    else:
+        raise AssertionError("not done")
+    for i, (prompt, max_tokens, _, _) in enumerate(jobs):
+        got = bench.tokens[f"r-{i}"]
+        wanted = expected_output(prompt, min(max_tokens, CONTEXT - len(prompt)), eos)
+        if bench.reasons[f"r-{i}"] == "abort":
+            assert got == wanted[: len(got)]
+        else:
+            assert got == wanted
+            assert bench.reasons[f"r-{i}"] == ("stop" if wanted[-1] in eos else "length")
+    assert bench.blocks.held_blocks == 0
+    assert bench.blocks.free_blocks == num_blocks
+
+
+def test_no_step_exceeds_the_token_budget_and_each_runner_gets_its_token_in_every_step():
+    bench = make_bench(num_blocks=64, slots=4, budget=8)
+    bench.engine.add(request("r-0", [1] * 3, 20))
+    bench.engine.add(request("r-1", [2] * 3, 20))
+    for _ in range(3):
+        bench.step()
+    before = len(bench.runner.steps)
+    bench.engine.add(request("r-2", [3] * 50, 2))
+    bench.run()
+    for rows in bench.runner.steps:
+        assert sum(row.end - row.start for row in rows) <= 8
+    prefill_steps = [
+        rows
+        for rows in bench.runner.steps[before:]
+        if any(row.inputs and len(row.inputs) > 1 for row in rows)
+    ]
+    assert len(prefill_steps) >= 8
+    for rows in prefill_steps[1:-1]:
+        decodes = [row for row in rows if row.inputs is None]
+        assert len(decodes) == 2
+
+
+def test_several_prompts_are_mid_prefill_at_once_and_share_a_step():
+    bench = make_bench(num_blocks=64, slots=4, budget=24)
+    bench.engine.add(request("r-0", [1] * 20, 2))
+    bench.engine.add(request("r-1", [2] * 20, 2))
+    bench.run()
+    assert [row.end - row.start for row in bench.runner.steps[0]] == [20, 4]
+
+
+def test_the_next_step_is_scheduled_before_the_former_has_run():
+    bench = make_bench()
+    bench.engine.add(request("r-0", [1, 2, 3], 4))
+    assert bench.engine.step() == []
+    assert bench.runner.steps == []
+    bench.step()
+    # Step 1 has run now; step 2, a decode whose input nobody knew, is prepared already.
+    assert len(bench.runner.steps) == 1
+    bench.step()
+    assert bench.runner.steps[1][0].inputs is None
+
+
+def test_out_of_blocks_the_youngest_is_preempted_and_the_oldest_never():
+    bench = make_bench(num_blocks=8, slots=4, budget=32, prefix_cache=False)
+    for i in range(3):
+        bench.engine.add(request(f"r-{i}", [i + 1] * 15, 30))
+    bench.run()
+    assert bench.engine.scheduler.preemptions_total > 0
+    finished = list(bench.reasons)
+    assert finished[0] == "r-0"
+    for i in range(3):
+        assert bench.tokens[f"r-{i}"] == expected_output([i + 1] * 15, 30, frozenset())
+
+
+def test_a_smaller_priority_number_overtakes_in_the_queue():
+    bench = make_bench(slots=1)
+    for i, priority in enumerate([0, 5, 1]):
+        bench.engine.add(request(f"r-{i}", [i + 1] * 4, 3, priority=priority))
+    bench.run()
+    assert list(bench.reasons) == ["r-0", "r-2", "r-1"]
+
+
+def test_a_repeated_prompt_is_computed_from_its_cached_prefix():
+    bench = make_bench(num_blocks=32)
+    prompt = list(range(20))
+    bench.engine.add(request("r-0", prompt, 3))
+    bench.run()
+    bench.engine.add(request("r-1", prompt, 3))
+    bench.run()
+    assert bench.runner.steps[-3][0].start == 16
+    assert bench.tokens["r-0"] == bench.tokens["r-1"]
+    assert bench.engine.stats().cached_tokens_total == 16
+
+
+def test_prefixes_are_not_shared_across_salts():
+    bench = make_bench(num_blocks=32)
+    prompt = list(range(20))
+    bench.engine.add(request("r-0", prompt, 1, cache_salt="a"))
+    bench.run()
+    bench.engine.add(request("r-1", prompt, 1, cache_salt="b"))
+    bench.run()
+    assert bench.engine.stats().cached_tokens_total == 0
+
+
+def test_a_failing_step_ends_its_own_requests_and_no_other():
+    bench = make_bench(slots=1, fail_when=lambda rows: any(9 in (r.inputs or []) for r in rows))
+    bench.engine.add(request("r-0", [9, 9], 3))
+    bench.engine.add(request("r-1", [1, 2], 3))
+    bench.run()
+    assert bench.reasons == {"r-0": "error", "r-1": "length"}
+    assert bench.tokens["r-1"] == expected_output([1, 2], 3, frozenset())
+    assert bench.blocks.held_blocks == 0
+
+
+def test_an_aborted_request_returns_its_blocks_at_once():
+    bench = make_bench()
+    bench.engine.add(request("r-0", [1] * 20, 30))
+    bench.step()
+    bench.step()
+    assert bench.blocks.held_blocks > 0
+    bench.take(bench.engine.abort(["r-0", "never-heard-of"]))
+    assert bench.blocks.held_blocks == 0
+    bench.run()
+    assert bench.reasons == {"r-0": "abort"}
+
+
+@pytest.mark.parametrize(
+    ("ids", "max_tokens", "wanted"),
+    [
+        ([], 1, "no tokens"),
+        ([1] * CONTEXT, 1, f"the context holds {CONTEXT}"),
+        ([VOCAB], 1, f"outside 0..{VOCAB - 1}"),
+        ([-1], 1, "outside 0.."),
+        ([1], 0, "must be at least 1"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused_alone(ids, max_tokens, wanted):
+    bench = make_bench()
+    refused = bench.engine.add(request("r-0", ids, max_tokens))
+    assert refused is not None
+    assert refused.finish_reason == "error"
+    assert wanted in refused.error
+    assert not bench.engine.has_work
+
+
+def test_ignore_eos_runs_to_the_length():
+    prompt = [3, 1]
+    eos = frozenset(expected_output(prompt, 2, frozenset()))
+    bench = make_bench(eos=eos)
+    bench.engine.add(request("r-0", prompt, 6, ignore_eos=True))
+    bench.engine.add(request("r-1", prompt, 6))
+    bench.run()
+    assert len(bench.tokens["r-0"]) == 6
+    assert bench.reasons == {"r-1": "stop", "r-0": "length"}
+    assert len(bench.tokens["r-1"]) == 1
+
+
+def test_max_tokens_beyond_the_context_end_at_the_context():
+    bench = make_bench(num_blocks=8)
+    bench.engine.add(request("r-0", [1] * 10, 1000))
+    bench.run()
+    assert len(bench.tokens["r-0"]) == CONTEXT - 10
+    assert bench.reasons["r-0"] == "length"
+
+
+def test_stats_count_what_ran():
+    bench = make_bench()
+    bench.engine.add(request("r-0", [1] * 10, 4))
+    bench.step()
+    assert bench.engine.stats().running_requests == 1
+    bench.run()
+    stats = bench.engine.stats()
+    assert (stats.prompt_tokens_total, stats.generation_tokens_total) == (10, 4)
+    assert (stats.running_requests, stats.waiting_requests, stats.live_tokens) == (0, 0, 0)
+    assert stats.steps_total == 4

@@ -1,0 +1,84 @@
+from pathlib import Path
+
+import pytest
+
+from tailrace.config import Config, EngineConfig, ServerConfig, cache_dir, load
+from tailrace.errors import ConfigError
+
+
+def test_the_command_line_beats_the_environment_beats_the_file_beats_the_default(tmp_path):
+    file = tmp_path / "tailrace.toml"
+    file.write_text('port = 1000\nmax-batch-size = 4\nhost = "0.0.0.0"\n')
+    environ = {"TAILRACE_PORT": "2000", "TAILRACE_MAX_BATCH_SIZE": "8", "HOME": "/x"}
+    config = load({"port": 3000, "host": None}, file=file, environ=environ)
+    assert config.server.port == 3000
+    assert config.engine.max_batch_size == 8
+    assert config.server.host == "0.0.0.0"
+    assert config.engine.block_size == 16
+
+
+def test_dashes_and_underscores_name_the_same_setting():
+    assert load({"block-size": 8}, environ={}) == load({"block_size": 8}, environ={})
+
+
+@pytest.mark.parametrize("source", ["file", "environment", "command line"])
+def test_an_unknown_setting_is_named_with_the_nearest_known_one(tmp_path, source):
+    file = tmp_path / "c.toml"
+    file.write_text("max-bach-size = 3\n" if source == "file" else "")
+    environ = {"TAILRACE_MAX_BACH_SIZE": "3"} if source == "environment" else {}
+    overrides = {"max_bach_size": 3} if source == "command line" else {}
+    with pytest.raises(ConfigError, match=r"'max-bach-size' \(did you mean 'max-batch-size'\?\)"):
+        load(overrides, file=file, environ=environ)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "wanted"),
+    [
+        ("block_size", 12, "--block-size 12: must be one of 8, 16, 32"),
+        ("dtype", "float23", "did you mean 'float32'"),
+        ("port", 70000, "0 to 65535"),
+        ("port", "x", "port"),
+        ("max_batch_size", 0, "at least 1"),
+        ("quant_type", "awq", "not served yet"),
+        ("gpus", "0,1", "not in this version"),
+        ("kv_cache_dtype", "fp8", "float32"),
+        ("context_length", -1, "at least 0"),
+        ("max_num_batched_tokens", 3, "--max-num-batched-tokens 3 is below --max-batch-size"),
+    ],
+)
+def test_a_value_out_of_range_or_not_available_is_refused_by_name(setting, value, wanted):
+    with pytest.raises(ConfigError, match=wanted.replace("(", r"\(")):
+        load({setting: value}, environ={})
+
+
+def test_lists_are_given_by_comma():
+    config = load({"cors_origins": "http://a, http://b"}, environ={})
+    assert config.server.cors_origins == ("http://a", "http://b")
+
+
+def test_a_file_that_cannot_be_read_or_parsed_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="missing.toml"):
+        load({}, file=tmp_path / "missing.toml", environ={})
+    bad = tmp_path / "bad.toml"
+    bad.write_text("port = = 3")
+    with pytest.raises(ConfigError, match="bad.toml"):
+        load({}, file=bad, environ={})
+
+
+def test_the_flat_form_can_be_loaded_again():
+    config = load({"port": 9, "cors_origins": "http://a"}, environ={})
+    assert load(config.as_flat(), environ={}) == config
+
+
+def test_setting_names_are_unique_over_both_classes():
+    engine, server = set(EngineConfig().__dict__), set(ServerConfig().__dict__)
+    assert not engine & server
+    assert len(Config().as_flat()) == len(engine) + len(server)
+
+
+def test_the_cache_folder_follows_its_variable(monkeypatch):
+    monkeypatch.setenv("TAILRACE_CACHE_DIR", "/somewhere")
+    assert cache_dir() == Path("/somewhere")
+    monkeypatch.delenv("TAILRACE_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert cache_dir() == Path("/xdg/tailrace")
