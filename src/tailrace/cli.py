@@ -108,3 +108,64 @@ def _option_type(annotation: str) -> Any:
 
 
 app.command("serve")(_with_settings(_serve))
+
+
+@bench_app.command("replay")
+def _replay(
+    trace: Annotated[str, typer.Argument(help="A trace file, or a built-in profile: azure-conv.")],
+    *,
+    url: Annotated[str, typer.Option(help="The server's base URL.")] = "http://127.0.0.1:8001",
+    model: Annotated[str | None, typer.Option(help="Default: the first it lists.")] = None,
+    api_key: Annotated[str, typer.Option(help="Sent as a bearer token.")] = "",
+    rate_scale: Annotated[float, typer.Option(help="Multiplies the arrival rate.")] = 1.0,
+    duration: Annotated[float | None, typer.Option(help="Seconds of arrivals.")] = None,
+    max_requests: Annotated[int | None, typer.Option(help="Stop after so many.")] = None,
+    max_input_tokens: Annotated[int | None, typer.Option(help="Clip longer prompts.")] = None,
+    max_output_tokens: Annotated[int | None, typer.Option(help="Clip longer answers.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the draw, the texts and the sampling.")] = 0,
+    temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 0.7,
+    timeout: Annotated[float, typer.Option(help="Seconds until a request has failed.")] = 600.0,
+    max_lag: Annotated[float, typer.Option(help="Client p99 lag that voids the run, s.")] = 0.1,
+    text_file: Annotated[Path | None, typer.Option(help="Text to cut prompts from.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder with tokenizer.json; default: ask the server.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for records, summary, report.")] = Path(
+        "replay"
+    ),
+    title: Annotated[str, typer.Option(help="Of the report.")] = "",
+) -> None:
+    """Replay a trace, open loop: exact percentiles, latency from the schedule, an HTML report."""
+    from tailrace.bench.replay import ReplayOptions, replay  # noqa: PLC0415
+
+    options = ReplayOptions(
+        trace=trace,
+        url=url,
+        out_dir=out,
+        model=model,
+        api_key=api_key,
+        rate_scale=rate_scale,
+        duration_s=duration,
+        max_requests=max_requests,
+        max_input_tokens=max_input_tokens,
+        max_output_tokens=max_output_tokens,
+        seed=seed,
+        temperature=temperature,
+        timeout_s=timeout,
+        max_lag_s=max_lag,
+        text_file=text_file,
+        tokenizer=tokenizer,
+        title=title,
+    )
+    raise typer.Exit(replay(options).exit_code)
+
+
+@app.command("demo")
+def _demo(
+    out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("demo-results"),
+    duration: Annotated[float, typer.Option(help="Seconds of arrivals.")] = 60.0,
+) -> None:
+    """Start the embedded model, replay real traffic's figures against it, write the report."""
+    from tailrace.bench.demo import run_demo  # noqa: PLC0415
+
+    raise typer.Exit(run_demo(out, duration_s=duration))

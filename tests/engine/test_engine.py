@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from fake_runner import VOCAB, FakeRunner, expected_output
+from tests.support.fake_runner import VOCAB, FakeRunner, expected_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

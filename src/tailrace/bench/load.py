@@ -17,7 +17,7 @@ import errno
 import gc
 import resource
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -66,7 +66,8 @@ class _Usage(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
+    """Of any shape: servers differ."""
 
 
 _CHUNK = msgspec.json.Decoder(_Chunk)

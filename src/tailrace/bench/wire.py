@@ -84,7 +84,9 @@ def _checked_url(url: str) -> tuple[SplitResult, int]:
         parts = urlsplit(url.strip())
         port = parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError as error:
-        raise ConfigError(f"--url {url}: {error}; give one such as http://127.0.0.1:8001") from error
+        raise ConfigError(
+            f"--url {url}: {error}; give one such as http://127.0.0.1:8001"
+        ) from error
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise ConfigError(f"--url {url}: give one such as http://127.0.0.1:8001")
     return parts, port
@@ -104,7 +106,9 @@ class Exchange(asyncio.Protocol):
     Await `done`: it resolves when the body is complete, or raises WireError.
     """
 
-    def __init__(self, request: bytes, on_body: Callable[[Exchange, bytes], None], clock: Clock):
+    def __init__(
+        self, request: bytes, on_body: Callable[[Exchange, bytes], None], clock: Clock
+    ) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.sent_s: float | None = None
         self.read_s = 0.0

@@ -24,15 +24,13 @@ class NativeKernels:
     """The compiled operations behind the `Kernels` protocol, whose docstrings apply.
 
     Args:
-        library: The compiled kernels.
-        threads: Threads of every parallel loop; torch's own number, so that one pool serves both.
+        library: The compiled kernels, and the threads they use.
     """
 
-    def __init__(self, library: Library, threads: int) -> None:
-        plural = "" if threads == 1 else "s"
-        self.name = f"native ({library.isa}, {threads} thread{plural})"
+    def __init__(self, library: Library) -> None:
+        plural = "" if library.threads == 1 else "s"
+        self.name = f"native ({library.isa}, {library.threads} thread{plural})"
         self._library = library
-        self._threads = threads
         # A step's batch passes through every layer: it is checked and converted once.
         self._last_batch: tuple[AttentionBatch, BatchStruct] | None = None
 
@@ -43,13 +41,13 @@ class NativeKernels:
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`."""
-        return rms_norm(self._library, self._threads, x_TD, None, weight_D, eps)
+        return rms_norm(self._library, x_TD, None, weight_D, eps)
 
     def add_rms_norm(
         self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
     ) -> Tensor:
         """See `Kernels.add_rms_norm`."""
-        return rms_norm(self._library, self._threads, x_TD, residual_TD, weight_D, eps)
+        return rms_norm(self._library, x_TD, residual_TD, weight_D, eps)
 
     def rope_and_cache(
         self,
@@ -69,12 +67,11 @@ class NativeKernels:
         """See `Kernels.rope_and_cache`."""
         return rope_and_cache(
             self._library,
-            self._threads,
             qkv_TE,
             rotary,
             self._struct(batch),
-            k_cache,
-            v_cache,
+            k_cache=k_cache,
+            v_cache=v_cache,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -88,12 +85,12 @@ class NativeKernels:
     ) -> Tensor:
         """See `Kernels.paged_attention`."""
         return paged_attention(
-            self._library, self._threads, q_THD, k_cache, v_cache, self._struct(batch), scale
+            self._library, q_THD, k_cache, v_cache, self._struct(batch), scale=scale
         )
 
     def silu_mul(self, gate_up_T2F: Tensor) -> Tensor:
         """See `Kernels.silu_mul`."""
-        return silu_mul(self._library, self._threads, gate_up_T2F)
+        return silu_mul(self._library, gate_up_T2F)
 
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None, dtype: WeightDtype) -> Linear:
         """See `Kernels.pack_linear`."""

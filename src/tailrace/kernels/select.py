@@ -39,7 +39,7 @@ def select(preference: str, threads: int) -> Kernels:
     if preference == "torch":
         return TorchKernels()
     try:
-        return NativeKernels(library.load(), threads)
+        return NativeKernels(library.load(threads))
     except ConfigError as error:
         if preference == "native":
             raise ConfigError(f"--cpu-kernels native: {error}") from error

@@ -74,12 +74,10 @@ class Builder:
     def linear(self, names: list[str], out_sizes: list[int], in_size: int, *, bias: bool) -> Linear:
         """Pack one linear layer out of the projections `names`, stacked along their outputs."""
         sizes = list(zip(names, out_sizes, strict=True))
-        weight_OI = torch.empty(sum(out_sizes), in_size)
-        self._fill(weight_OI, [(f"{n}.weight", (size, in_size)) for n, size in sizes])
-        bias_O = None
-        if bias:
-            bias_O = torch.empty(sum(out_sizes))
-            self._fill(bias_O, [(f"{n}.bias", (size,)) for n, size in sizes])
+        weight_OI = self._stacked([(f"{name}.weight", (size, in_size)) for name, size in sizes])
+        bias_O = (
+            self._stacked([(f"{name}.bias", (size,)) for name, size in sizes]) if bias else None
+        )
         return self._packed(names[0], weight_OI, bias_O)
 
     def attention(self, at: str, rotary: Rotary) -> Attention:
@@ -123,11 +121,10 @@ class Builder:
         shape = (self.config.vocab_size, self.config.hidden_size)
         embedding_VH = self._copied(embedding, shape, _DTYPES[self.dtype])
         if self.config.tie_word_embeddings:
-            head_VH = embedding_VH.to(torch.float32)  # in float32 the storage itself is shared
-        else:
-            head_VH = self._copied(head, shape, torch.float32)
-        tied = self.config.tie_word_embeddings
-        return embedding_VH, self._packed(embedding if tied else head, head_VH, None)
+            # In float32 nothing is copied here: one storage serves both.
+            return embedding_VH, self._packed(embedding, embedding_VH.to(torch.float32), None)
+        head_VH = self._copied(head, shape, torch.float32)
+        return embedding_VH, self._packed(head, head_VH, None)
 
     def _packed(self, name: str, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         try:
@@ -135,13 +132,15 @@ class Builder:
         except ConfigError as error:
             raise ModelError(f"tensor {name} (or one that is stacked with it): {error}") from error
 
-    def _fill(self, out: Tensor, parts: list[tuple[str, tuple[int, ...]]]) -> None:
-        """Copy the tensors into `out`, one below the other, converted on the way."""
-        row = 0
-        for name, shape in parts:
-            part = self.source.take(name, shape)
-            out[row : row + shape[0]].copy_(part)
-            row += shape[0]
+    def _stacked(self, parts: list[tuple[str, tuple[int, ...]]]) -> Tensor:
+        """Copy tensors into one, float32, one below the other."""
+        # All shapes are checked before memory is asked for: a config can claim anything.
+        tensors = [self.source.take(name, shape) for name, shape in parts]
+        rows = [tensor.shape[0] for tensor in tensors]
+        stacked = torch.empty(sum(rows), *tensors[0].shape[1:])
+        for tensor, place in zip(tensors, torch.split(stacked, rows), strict=True):
+            place.copy_(tensor)
+        return stacked
 
     def _copied(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a copy: pages of a mapped file may be dropped, and read again mid-request."""

@@ -108,7 +108,8 @@ class RandomTensors:
             return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
         name_number = int.from_bytes(name.encode(), "big") % (2**61 - 1)  # stable, unlike hash()
         generator = torch.Generator().manual_seed(self.seed ^ name_number)
-        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+        weights: Tensor = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+        return weights
 
     def finish(self, ignored: Iterable[str] = ()) -> None:
         """Nothing can be left over."""
@@ -123,7 +124,7 @@ def _shards(folder: Path) -> list[str]:
         except msgspec.DecodeError as error:
             raise ModelError(f"{index}: {error}") from error
         for name in names:
-            if Path(name).name != name:
+            if Path(name).name != name or name == "..":
                 raise ModelError(f"{index}: shard {name!r} must be a plain file name")
         return sorted(names)
     if (folder / _FILE).exists():

@@ -17,6 +17,10 @@ from tailrace.errors import ModelError
 if TYPE_CHECKING:
     from pathlib import Path
 
+# These size what is made before any tensor can contradict them: a damaged file must not make
+# this process run out of memory.
+_LIMITS = {"num_layers": 10_000, "head_dim": 1024, "max_position": 2**24}
+
 _FileType = TypeVar("_FileType", bound=msgspec.Struct)
 
 
@@ -275,6 +279,11 @@ def _check_sizes(config: ModelConfig, file: Path) -> None:
         value = getattr(config, name)
         if value <= 0:
             raise ModelError(f"{file}: {name} is {value}, must be above 0")
+    for name, limit in _LIMITS.items():
+        if getattr(config, name) > limit:
+            raise ModelError(
+                f"{file}: {name} {getattr(config, name)} is above {limit}, which no known model is"
+            )
     if config.num_heads % config.num_kv_heads:
         raise ModelError(
             f"{file}: {config.num_heads} attention heads cannot share "

@@ -43,7 +43,7 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(\w+)\.(weight|bias)")
 
 # Llama 3's published constants; only `factor` differs between its models (8 or 32).
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_ORIGINAL = 1.0, 4.0, 8192
@@ -118,12 +118,12 @@ def architecture(file: GgufFile) -> str:
         ModelError: It is not one of `ARCHITECTURES`.
     """
     kind = file.metadata.get("general.architecture")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise ModelError(
             f"{file.path}: architecture {kind!r} is not supported; supported are "
             f"{', '.join(ARCHITECTURES)}"
         )
-    return str(kind)
+    return kind
 
 
 def special_ids(file: GgufFile) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def hf_name(file: GgufFile, name: str) -> str:
     match = _LAYER_TENSOR.fullmatch(name)
     if match is None or match[2] not in _LAYER_NAMES:
         raise ModelError(f"{file.path}: tensor {name} has no place in a {architecture(file)} model")
-    return f"model.layers.{int(match[1])}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+    return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
 
 
 def _refuse_unsupported(file: GgufFile, kind: str) -> None:

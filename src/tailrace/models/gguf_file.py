@@ -83,13 +83,17 @@ class GgufFile:
         """Return a tensor, dequantised, in its shape.
 
         Raises:
-            ModelError: The file has become shorter since it was opened.
+            ModelError: A value is not finite, or the file has become shorter since it was opened.
         """
         tensor = self.tensors[name]
         raw = np.fromfile(self.path, np.uint8, count=tensor.nbytes, offset=tensor.offset)
         if raw.nbytes != tensor.nbytes:
             raise ModelError(f"{self.path}: tensor {name} ends early: the file was changed")
-        values: NDArray[np.float32] = dequantize(raw.reshape(*tensor.shape[:-1], -1), tensor.type)
+        with np.errstate(all="ignore"):  # what overflows is found below
+            rows = raw.reshape(*tensor.shape[:-1], -1)
+            values: NDArray[np.float32] = dequantize(rows, tensor.type)
+        if not np.isfinite(values).all():
+            raise ModelError(f"{self.path}: tensor {name} holds values that are no finite numbers")
         return values
 
     def _read_header(self, cursor: _Cursor) -> None:

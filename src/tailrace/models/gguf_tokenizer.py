@@ -124,7 +124,10 @@ def _tokenizer(file: GgufFile, vocabulary: _Vocabulary) -> Tokenizer:
     tokenizer.add_special_tokens([_added(token, True) for token, t in by_type if t == _CONTROL])
     tokenizer.add_tokens([_added(token, False) for token, t in by_type if t == _USER_DEFINED])
     if vocabulary.adds_bos or vocabulary.adds_eos:
-        tokenizer.post_processor = _frame(vocabulary, ids)
+        try:
+            tokenizer.post_processor = _frame(vocabulary, ids)
+        except ValueError as error:  # such as a colon, which means something in a template
+            raise ModelError(f"{file.path}: begin or end token: {error}") from error
     return tokenizer
 
 

@@ -131,7 +131,7 @@ class Decoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights as they are held, biases included."""
+        """Bytes of all weights as they are held; a storage that embedding and head share, twice."""
         total = _bytes(self.embedding) + _bytes(self.final_norm) + self.head.nbytes
         for layer in self.layers:
             attention, mlp = layer.attention, layer.mlp

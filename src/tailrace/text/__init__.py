@@ -1,0 +1,1 @@
+"""Text: tokens, chat templates and stop strings. No torch."""

@@ -43,7 +43,8 @@ class Shape:
         for name in vars(self):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be above 0")
+                option = name.removesuffix("_s").replace("_", "-")
+                raise ConfigError(f"--{option} {value}: must be above 0")
 
 
 @dataclass(frozen=True)

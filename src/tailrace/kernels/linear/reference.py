@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 class Float32Linear:
-    """x @ weight.T + bias in float32; keeps the weight it is given and copies nothing."""
+    """x @ weight.T + bias in float32; a float32 weight is kept as it is, not copied."""
 
     name = "torch float32"
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
-        self._weight_OI = weight_OI
-        self._bias_O = bias_O
+        self._weight_OI = weight_OI.float()
+        self._bias_O = None if bias_O is None else bias_O.float()
 
     @property
     def nbytes(self) -> int:

@@ -53,7 +53,8 @@ typedef struct {
 
 /* Where the tile's keys and values lie. */
 typedef struct {
-    const float *keys[TILE / NARROW], *values[TILE / MIN_BLOCK];
+    const float *keys[TILE / NARROW], *values[TILE / MIN_BLOCK]; /* vectors of K, blocks of V */
+    const float *value_lines[TILE / NARROW], *key_blocks[TILE / MIN_BLOCK]; /* to fetch ahead */
 } tile_t;
 
 /* Find the tile's blocks. Beyond the last written block its own address is repeated: those scores
@@ -66,8 +67,11 @@ static INLINE void find_tile(const attention_t *a, const int32_t *table, int64_t
         const int64_t block = table[min64(start / bs + i, last)];
         const int64_t at = (block * a->num_kv_heads + kv_head) * size;
         tile->values[i] = a->v_cache + at;
-        for (int64_t offset = 0; offset < bs; offset += key_width)
-            tile->keys[n++] = a->k_cache + at + offset;
+        tile->key_blocks[i] = a->k_cache + at;
+        for (int64_t offset = 0; offset < bs; offset += key_width, n++) {
+            tile->keys[n] = a->k_cache + at + offset;
+            tile->value_lines[n] = a->v_cache + at + offset;
+        }
     }
 }
 
@@ -85,7 +89,7 @@ static INLINE float weigh(float *scores, int64_t valid, float *max, vec *sum) {
         AT_W(store)(scores + t, weight);
         total += weight;
     }
-    const float shrink = exp2f(old - *max);
+    const float shrink = new > old ? exp2f(old - new) : 1.0f;
     *sum = *sum * shrink + total;
     return shrink;
 }
@@ -112,25 +116,25 @@ static void pack_queries(const attention_t *a, int64_t first_row, int64_t kv_hea
 }
 
 /* One tile for rows start .. start + count. limit[r]: tokens of the tile that row may see. */
-static void attend_tile(const attention_t *a, const tile_t *tile, int64_t start, int64_t count,
-                        const int64_t *limit, rows_t *rows) {
+static void attend_tile(const attention_t *a, const tile_t *tile, const tile_t *next,
+                        int64_t start, int64_t count, const int64_t *limit, rows_t *rows) {
     const int64_t dim = a->head_dim, bs = a->block_size;
     const float *q = rows->q + start * dim;
     float *out = rows->out + start * dim;
     float shrink[MAX_ROWS];
     if (bs >= WIDE)
-        PASTE(score_tile, WIDE)((int)count, q, tile->keys, bs, dim, rows->scores);
+        PASTE(score_tile, WIDE)((int)count, q, tile->keys, tile->value_lines, bs, dim, rows->scores);
     else
-        PASTE(score_tile, NARROW)((int)count, q, tile->keys, bs, dim, rows->scores);
+        PASTE(score_tile, NARROW)((int)count, q, tile->keys, tile->value_lines, bs, dim, rows->scores);
     for (int64_t r = 0; r < count; r++)
         shrink[r] = weigh(rows->scores + r * TILE, limit[r], &rows->max[start + r],
                           &rows->sum[start + r]);
     const int64_t tokens = min64(TILE, limit[count - 1]); /* the last row sees most */
     int64_t column = PASTE(value_tile, WIDE)((int)count, rows->scores, shrink, tile->values,
-                                             tokens, bs, dim, 0, out);
+                                             next->key_blocks, tokens, bs, dim, 0, out);
     if (column < dim)
-        PASTE(value_tile, NARROW)((int)count, rows->scores, shrink, tile->values, tokens, bs, dim,
-                                  column, out);
+        PASTE(value_tile, NARROW)((int)count, rows->scores, shrink, tile->values,
+                                  next->key_blocks, tokens, bs, dim, column, out);
 }
 
 static void write_rows(const attention_t *a, int64_t first_row, int64_t kv_head, int64_t num_rows,
@@ -146,8 +150,9 @@ static void write_rows(const attention_t *a, int64_t first_row, int64_t kv_head,
 static void run_task(const attention_t *a, const task_t *task) {
     const batch_t *batch = a->batch;
     rows_t rows;
-    tile_t tile;
+    tile_t tiles[2]; /* this one, and the next, whose keys are fetched ahead */
     const int64_t s = task->sequence, group = a->num_heads / a->num_kv_heads;
+    const int32_t *table = batch->block_tables + s * batch->max_blocks;
     const int64_t chunk_start = batch->query_starts[s];
     const int64_t kv_len = batch->kv_lens[s];
     const int64_t first_row = chunk_start + task->first_token;
@@ -164,14 +169,15 @@ static void run_task(const attention_t *a, const task_t *task) {
         rows.max[i] = -INFINITY;
         rows.sum[i] = AT_W(splat)(0.0f);
     }
-    for (int64_t at = 0; at < end; at += TILE) {
-        find_tile(a, batch->block_tables + s * batch->max_blocks, task->kv_head, at, kv_len,
-                  key_width, &tile);
+    find_tile(a, table, task->kv_head, 0, kv_len, key_width, &tiles[0]);
+    for (int64_t at = 0, i = 0; at < end; at += TILE, i ^= 1) {
+        find_tile(a, table, task->kv_head, at + TILE, kv_len, key_width, &tiles[i ^ 1]);
         for (int64_t start = 0; start < num_rows; start += MAX_ROWS) {
             const int64_t count = min64(MAX_ROWS, num_rows - start);
             int64_t limit[MAX_ROWS];
             for (int64_t r = 0; r < count; r++) limit[r] = first_limit + (start + r) / group - at;
-            if (limit[count - 1] > 0) attend_tile(a, &tile, start, count, limit, &rows);
+            if (limit[count - 1] > 0) 
+                attend_tile(a, &tiles[i], &tiles[i ^ 1], start, count, limit, &rows);
         }
     }
     write_rows(a, first_row, task->kv_head, num_rows, &rows);
@@ -215,22 +221,39 @@ static void list_tasks(const attention_t *a) {
     }
 }
 
-/* Returns 0, or 1 where memory for the task list ran out. Limits (head_dim a multiple of 8 up to
+/* Says whether every sequence's rows and blocks exist. */
+static int can_read(const batch_t *batch, int64_t block_size, int64_t num_blocks) {
+    for (int64_t s = 0; s < batch->num_sequences; s++) {
+        const int64_t chunk = batch->query_starts[s + 1] - batch->query_starts[s];
+        const int64_t kv_len = batch->kv_lens[s];
+        const int64_t used = (kv_len + block_size - 1) / block_size;
+        if (chunk < 0 || kv_len < chunk || used > batch->max_blocks) return 0;
+        for (int64_t i = 0; i < used; i++) {
+            const int64_t block = batch->block_tables[s * batch->max_blocks + i];
+            if (block < 0 || block >= num_blocks) return 0;
+        }
+    }
+    return batch->query_starts[0] == 0 &&
+           batch->query_starts[batch->num_sequences] == batch->num_rows;
+}
+
+/* Limits (head_dim a multiple of 8 up to
  * MAX_HEAD_DIM, block size 8, 16 or 32, groups up to MAX_TASK_ROWS) are the caller's to check. */
 int tailrace_paged_attention(const batch_t *batch, const float *q, const float *k_cache,
                              const float *v_cache, float *out, int64_t num_heads,
                              int64_t num_kv_heads, int64_t head_dim, int64_t block_size,
-                             float scale, int64_t threads) {
+                             int64_t num_blocks, float scale, int64_t threads) {
     attention_t a = {batch,        q,        k_cache,    v_cache, out, num_heads,
                      num_kv_heads, head_dim, block_size, scale,   NULL};
+    if (!can_read(batch, block_size, num_blocks)) return OUT_OF_RANGE;
     const int64_t num_tasks = count_tasks(&a);
     a.tasks = malloc((size_t)(num_tasks + 1) * sizeof(task_t));
-    if (!a.tasks) return 1;
+    if (!a.tasks) return NO_MEMORY;
     list_tasks(&a);
     qsort(a.tasks, (size_t)num_tasks, sizeof(task_t), compare_cost);
     parallel_for(threads, num_tasks, 1, run_tasks, &a);
     free(a.tasks);
-    return 0;
+    return DONE;
 }
 
 #undef W

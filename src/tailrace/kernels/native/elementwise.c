@@ -154,17 +154,28 @@ static void rope_rows(const void *args, int64_t from, int64_t to) {
                  r->q + row * r->num_heads * r->head_dim);
 }
 
-void tailrace_rope_and_cache(const batch_t *batch, const float *qkv, const float *cos,
-                             const float *sin, const float *q_norm, const float *k_norm,
-                             float *k_cache, float *v_cache, float *q, int64_t num_heads,
-                             int64_t num_kv_heads, int64_t head_dim, int64_t block_size,
-                             float norm_eps, int64_t threads) {
+static int can_write(const batch_t *batch, int64_t num_slots, int64_t num_positions) {
+    for (int64_t row = 0; row < batch->num_rows; row++) {
+        if (batch->slots[row] < 0 || batch->slots[row] >= num_slots) return 0;
+        if (batch->positions[row] < 0 || batch->positions[row] >= num_positions) return 0;
+    }
+    return 1;
+}
+
+int tailrace_rope_and_cache(const batch_t *batch, const float *qkv, const float *cos,
+                            const float *sin, const float *q_norm, const float *k_norm,
+                            float *k_cache, float *v_cache, float *q, int64_t num_heads,
+                            int64_t num_kv_heads, int64_t head_dim, int64_t block_size,
+                            int64_t num_blocks, int64_t num_positions, float norm_eps,
+                            int64_t threads) {
     const rope_t r = {batch,        qkv,      cos,        sin,     q_norm,
                       k_norm,       k_cache,  v_cache,    q,       num_heads,
                       num_kv_heads, head_dim, block_size, norm_eps};
     const int64_t width = (num_heads + 2 * num_kv_heads) * head_dim;
+    if (!can_write(batch, num_blocks * block_size, num_positions)) return OUT_OF_RANGE;
     parallel_for(threads, batch->num_rows, row_grain(threads, batch->num_rows, width), rope_rows,
                  &r);
+    return DONE;
 }
 
 #undef W

@@ -45,10 +45,27 @@
 #define ISA "sse"
 #endif
 
+/* Ask for a line of memory, into the second-level cache: there are more buffers for it there than
+ * before the first. */
+#define FETCH(p) __builtin_prefetch(p, 0, 2)
+
+/* Load once: else the compiler reads memory again in each multiplication, which is what binds it. */
+#if defined(__AVX512F__)
+#define IN_REGISTER(vector) __asm__("" : "+v"(vector))
+#elif defined(__x86_64__)
+#define IN_REGISTER(vector) __asm__("" : "+x"(vector))
+#elif defined(__ARM_NEON)
+#define IN_REGISTER(vector) __asm__("" : "+w"(vector))
+#else
+#define IN_REGISTER(vector) (void)(vector)
+#endif
+
 #define MAX_HEAD_DIM 512
 
 static INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 static INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+
+typedef float four_t __attribute__((vector_size(16)));
 
 #define W WIDE
 #include "vector.c"
@@ -68,6 +85,9 @@ typedef struct {
     const int64_t *slots;        /* [T] */
     int64_t num_sequences, max_blocks, num_rows;
 } batch_t;
+
+/* What a kernel answers; heads.py turns it into an error. */
+enum { DONE = 0, NO_MEMORY = 1, OUT_OF_RANGE = 2 };
 
 #include "parallel.c"
 #include "elementwise.c"

@@ -35,10 +35,16 @@ COMPILE_TIMEOUT_S = 120
 
 
 class Library:
-    """The loaded functions; each releases the GIL while it runs."""
+    """The loaded functions; each releases the GIL while it runs.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: The compiled library.
+        threads: Threads of every parallel loop; torch's own number, so that one pool serves both.
+    """
+
+    def __init__(self, path: Path, threads: int) -> None:
         self.path = path
+        self.threads = threads
         try:
             loaded = ctypes.CDLL(str(path))
         except OSError as error:
@@ -53,10 +59,10 @@ class Library:
         self.silu_mul.argtypes = [pointer, pointer, size, size, size]
         self.silu_mul.restype = None
         self.rope_and_cache = loaded.tailrace_rope_and_cache
-        self.rope_and_cache.argtypes = [*[pointer] * 9, *[size] * 4, real, size]
-        self.rope_and_cache.restype = None
+        self.rope_and_cache.argtypes = [*[pointer] * 9, *[size] * 6, real, size]
+        self.rope_and_cache.restype = c_int
         self.paged_attention = loaded.tailrace_paged_attention
-        self.paged_attention.argtypes = [*[pointer] * 5, *[size] * 4, real, size]
+        self.paged_attention.argtypes = [*[pointer] * 5, *[size] * 5, real, size]
         self.paged_attention.restype = c_int
         loaded.tailrace_isa.restype = c_char_p
         self.isa: str = loaded.tailrace_isa().decode()
@@ -77,7 +83,7 @@ class BatchStruct(ctypes.Structure):
     )
 
 
-def load() -> Library:
+def load(threads: int) -> Library:
     """Return the kernels of this machine, compiled now if they never were.
 
     Raises:
@@ -91,7 +97,7 @@ def load() -> Library:
         compile_library(compiler, path)
     _check_private(folder)
     _check_private(path)
-    return Library(path)
+    return Library(path, threads)
 
 
 def find_compiler() -> list[str]:

@@ -8,7 +8,8 @@ static INLINE AT_W(vec) AT_W(load)(const float *p) { return *(const AT_W(unalign
 
 static INLINE void AT_W(store)(float *p, AT_W(vec) v) { *(AT_W(unaligned) *)p = v; }
 
-static INLINE AT_W(vec) AT_W(splat)(float x) { return (AT_W(vec)){0} + x; }
+/* x - 0 is x for every x, -0 and NaN too, so the subtraction is left out; x + 0 is not. */
+static INLINE AT_W(vec) AT_W(splat)(float x) { return x - (AT_W(vec)){0}; }
 
 /* a > b ? a : b for each lane: where either is NaN, b. */
 static INLINE AT_W(vec) AT_W(max)(AT_W(vec) a, AT_W(vec) b) {
@@ -34,22 +35,25 @@ static INLINE AT_W(vec) AT_W(min)(AT_W(vec) a, AT_W(vec) b) {
 #endif
 }
 
-/* Sum and maximum of the lanes, by halves. */
+/* Sum and maximum of the lanes, four at a time, always in this order. */
 static INLINE float AT_W(lane_sum)(AT_W(vec) v) {
-    float lanes[W];
-    memcpy(lanes, &v, sizeof lanes);
-    for (int half = W / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-    return lanes[0];
+    four_t part[W / 4];
+    memcpy(part, &v, sizeof part);
+    four_t sum = part[0];
+    for (int i = 1; i < W / 4; i++) sum += part[i];
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
 static INLINE float AT_W(lane_max)(AT_W(vec) v) {
-    float lanes[W];
-    memcpy(lanes, &v, sizeof lanes);
-    for (int half = W / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++)
-            lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
-    return lanes[0];
+    four_t part[W / 4];
+    memcpy(part, &v, sizeof part);
+    four_t max = part[0];
+    for (int i = 1; i < W / 4; i++)
+        for (int lane = 0; lane < 4; lane++)
+            max[lane] = max[lane] > part[i][lane] ? max[lane] : part[i][lane];
+    const float left = max[0] > max[2] ? max[0] : max[2];
+    const float right = max[1] > max[3] ? max[1] : max[3];
+    return left > right ? left : right;
 }
 
 /* 2^x for x <= 127, relative error 1e-7; 0 for x <= -127 and -infinity; NaN stays NaN.

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 def rms_norm(
     library: Library,
-    threads: int,
     x_TD: Tensor,
     residual_TD: Tensor | None,
     weight_D: Tensor,
@@ -35,6 +34,6 @@ def rms_norm(
         num_rows,
         width,
         eps,
-        threads,
+        library.threads,
     )
     return y_TD

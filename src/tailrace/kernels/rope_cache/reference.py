@@ -31,7 +31,7 @@ def rope_and_cache(
 ) -> Tensor:
     """Rotate q and k, write k and v at `batch.slots`, and return q [T, Hq, D]."""
     heads_THD = qkv_TE.view(qkv_TE.shape[0], num_heads + 2 * num_kv_heads, head_dim)
-    q, k, v = heads_THD.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    q, k, v = torch.split_with_sizes(heads_THD, (num_heads, num_kv_heads, num_kv_heads), dim=1)
     if q_norm is not None:
         q = rms_norm(q, q_norm, norm_eps)
     if k_norm is not None:

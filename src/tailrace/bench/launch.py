@@ -1,0 +1,152 @@
+"""A server of our own for the length of a `with` block, started as a user would start it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tailrace.clock import monotonic
+from tailrace.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+    from typing import Self
+
+POLL_S = 0.2
+LOG_TAIL_LINES = 20
+
+
+def free_port() -> int:
+    """Return a TCP port that nothing listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class LocalServer:
+    """Runs `python -m tailrace serve`, ready inside the block, ended by SIGTERM after it.
+
+    Args:
+        arguments: Further arguments of `serve`.
+        log_file: Where its output goes; a temporary file by default.
+        ready_timeout_s: How long loading and warm-up may take.
+        stop_timeout_s: How long draining may take before the server is killed.
+        command: What to run; `serve` of this Python by default.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str] = (),
+        *,
+        log_file: Path | None = None,
+        ready_timeout_s: float = 300.0,
+        stop_timeout_s: float = 60.0,
+        command: Sequence[str] = (sys.executable, "-m", "tailrace", "serve"),
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log_file = log_file or Path(tempfile.mkdtemp(prefix="tailrace-")) / "server.log"
+        self._command = [*command, "--host", "127.0.0.1", "--port", str(self.port), *arguments]
+        self._ready_timeout_s = ready_timeout_s
+        self._stop_timeout_s = stop_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def command(self) -> list[str]:
+        """The command line of the server."""
+        return list(self._command)
+
+    def __enter__(self) -> Self:
+        """Start the server and wait until it is ready.
+
+        Raises:
+            EngineError: It ended, or was not ready in time; the message carries its log's tail.
+        """
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_file.open("wb") as log:
+            self._process = subprocess.Popen(  # noqa: S603  # our own program, no shell
+                self._command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # A Ctrl-C in the terminal is for the client; the server is told by SIGTERM.
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_ready(self._process)
+        except BaseException:
+            self._kill(self._process)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop the server.
+
+        Raises:
+            EngineError: It did not end by itself with status 0 (only where the block itself
+                raised nothing).
+        """
+        process = self._process
+        if process is None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            status = process.wait(self._stop_timeout_s)
+        except subprocess.TimeoutExpired:
+            self._kill(process)
+            status = None
+        if error is None and status != 0:
+            how = (
+                f"did not end within {self._stop_timeout_s:g} s of SIGTERM and was killed"
+                if status is None
+                else f"ended with status {status} instead of 0"
+            )
+            raise EngineError(f"the server {how}; {self._log_tail()}")
+
+    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
+        deadline_s = monotonic() + self._ready_timeout_s
+        while not self._is_ready():
+            status = process.poll()
+            if status is not None:
+                raise EngineError(
+                    f"the server ended with status {status} before it was ready; {self._log_tail()}"
+                )
+            if monotonic() > deadline_s:
+                raise EngineError(
+                    f"the server was not ready within {self._ready_timeout_s:g} s; "
+                    f"{self._log_tail()}"
+                )
+            time.sleep(POLL_S)
+
+    def _is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/ready", timeout=5) as answer:  # noqa: S310  # http
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):  # not listening yet, or 503 while it warms up
+            return False
+
+    def _kill(self, process: subprocess.Popen[bytes]) -> None:
+        # The whole session: a front end that hangs must not leave its engine behind.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def _log_tail(self) -> str:
+        lines = self.log_file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        return "\n".join([f"its log, {self.log_file}, ends with:", *lines])

@@ -1,0 +1,350 @@
+"""`tailrace bench replay`: traffic, prompts, load, verdict, report, in that order."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import signal
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from tailrace.bench import machine
+from tailrace.bench.codec import Codec, FileCodec, ServerCodec
+from tailrace.bench.load import Load, Shot
+from tailrace.bench.progress import Progress
+from tailrace.bench.prompts import PromptMaker, corpus_text
+from tailrace.bench.records import to_line
+from tailrace.bench.report import require_report, write_report
+from tailrace.bench.run import Run
+from tailrace.bench.scrape import Scrape, watch
+from tailrace.bench.stats import Limits, summarise
+from tailrace.bench.table import print_run
+from tailrace.bench.target import Target, check_streaming, completion_body, inspect
+from tailrace.bench.traffic.schedule import Shape
+from tailrace.bench.traffic.source import schedule_for
+from tailrace.bench.validity import Observed, judge
+from tailrace.bench.wire import resolve
+from tailrace.clock import monotonic
+from tailrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tailrace.bench.prompts import Prompt
+    from tailrace.bench.records import Record
+    from tailrace.bench.traffic.schedule import Schedule
+    from tailrace.bench.wire import Endpoint
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+"""At least one request failed."""
+EXIT_INVALID = 3
+"""The run cannot be believed; its reasons are printed first."""
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """What `tailrace bench replay` takes; one field an option, `_` for `-`, units in the name."""
+
+    trace: str
+    """A trace file's path, or a profile's name (`azure-conv`)."""
+    url: str = "http://127.0.0.1:8001"
+    out_dir: Path = field(default_factory=lambda: Path("replay"))
+    """Gets records.jsonl, summary.json and report.html; made where it is missing."""
+    model: str | None = None
+    """None takes the first that /v1/models lists."""
+    api_key: str = ""
+    rate_scale: float = 1.0
+    """Multiplies the trace's arrival rate."""
+    duration_s: float | None = None
+    """Seconds of arrivals; answers are then waited for."""
+    max_requests: int | None = None
+    max_input_tokens: int | None = None
+    max_output_tokens: int | None = None
+    seed: int = 0
+    """Of the profile's draw, the prompts' text and the sampling."""
+    temperature: float = 0.7
+    timeout_s: float = 600.0
+    """A request not complete so long after its scheduled time has failed."""
+    text_file: Path | None = None
+    """Text that prompts are cut from; None takes Python's own language reference."""
+    tokenizer: Path | None = None
+    """A folder with tokenizer.json; None asks the server's /tokenize and /detokenize."""
+    max_lag_s: float = 0.1
+    """The client's p99 lag beyond which the run is invalid."""
+    limits: Limits = field(default_factory=Limits)
+    """For goodput."""
+    title: str = ""
+    """Of the report; empty names the trace."""
+    command: str = ""
+    """For the report; empty takes this process's command line."""
+
+    def __post_init__(self) -> None:
+        """Check every value that no part of the run checks itself.
+
+        Raises:
+            ConfigError: A value is out of range.
+        """
+        if not self.timeout_s > 0:
+            raise ConfigError(f"--timeout {self.timeout_s}: must be above 0")
+        if not self.max_lag_s > 0:
+            raise ConfigError(f"--max-lag {self.max_lag_s}: must be above 0")
+        if not 0 <= self.temperature <= 2:
+            raise ConfigError(f"--temperature {self.temperature}: must be 0 to 2")
+
+    @property
+    def shape(self) -> Shape:
+        """How the trace becomes the run."""
+        return Shape(
+            rate_scale=self.rate_scale,
+            duration_s=self.duration_s,
+            max_requests=self.max_requests,
+            max_input_tokens=self.max_input_tokens,
+            max_output_tokens=self.max_output_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class ReplayOutcome:
+    """What a replay came to."""
+
+    exit_code: int
+    run: Run
+    report_file: Path
+    records_file: Path
+    summary_file: Path
+
+
+def replay(options: ReplayOptions, *, console: Console | None = None) -> ReplayOutcome:
+    """Replay traffic against a server and write the report.
+
+    Raises:
+        ConfigError: An option, the trace, the tokenizer or the server is not usable; raised
+            before the first measured request.
+    """
+    require_report()
+    return asyncio.run(_replay(options, console or Console()))
+
+
+async def _replay(options: ReplayOptions, console: Console) -> ReplayOutcome:
+    schedule = schedule_for(options.trace, options.shape, seed=options.seed)
+    options.out_dir.mkdir(parents=True, exist_ok=True)
+    endpoint = await resolve(options.url, api_key=options.api_key)
+    target = await inspect(endpoint, options.model)
+    _check_context(schedule, target)
+    codec: Codec = ServerCodec(endpoint, target.model)
+    if options.tokenizer is not None:
+        codec = FileCodec(options.tokenizer)
+    prompts, text_name = await _make_prompts(options, schedule, codec, console)
+    await check_streaming(endpoint, target, timeout_s=options.timeout_s)
+    shots = _shots(options, schedule, prompts, target)
+    conditions = _conditions(options, schedule, target)
+    conditions |= _prompt_conditions(prompts, text_name, codec)
+    measured = await _measure(options, endpoint, shots, schedule.duration_s, console)
+    run = _judged(options, schedule, measured, conditions)
+    return _finish(options, run, console, is_interrupted=measured.is_interrupted)
+
+
+def _check_context(schedule: Schedule, target: Target) -> None:
+    if target.context_tokens is None:
+        return
+    longest = max(schedule.arrivals, key=lambda a: a.input_tokens + a.output_tokens)
+    needed = longest.input_tokens + longest.output_tokens
+    if needed > target.context_tokens:
+        raise ConfigError(
+            f"a request of {longest.input_tokens} + {longest.output_tokens} tokens does not fit "
+            f"the context of {target.model}, {target.context_tokens}; clip with "
+            "--max-input-tokens and --max-output-tokens"
+        )
+
+
+async def _make_prompts(
+    options: ReplayOptions, schedule: Schedule, codec: Codec, console: Console
+) -> tuple[list[Prompt], str]:
+    text, name = corpus_text(options.text_file)
+    lengths = [arrival.input_tokens for arrival in schedule.arrivals]
+    with console.status(f"making {len(lengths)} prompts, counted by {codec.name}"):
+        maker = await PromptMaker.create(codec, text, seed=options.seed)
+        prompts = await maker.make_all(lengths)
+    return prompts, name
+
+
+def _shots(
+    options: ReplayOptions, schedule: Schedule, prompts: Sequence[Prompt], target: Target
+) -> list[Shot]:
+    pairs = zip(schedule.arrivals, prompts, strict=True)
+    return [
+        Shot(
+            index,
+            arrival.arrival_s,
+            arrival.input_tokens,
+            arrival.output_tokens,
+            completion_body(
+                target,
+                prompt.text,
+                arrival.output_tokens,
+                temperature=options.temperature,
+                seed=options.seed + index,
+            ),
+        )
+        for index, (arrival, prompt) in enumerate(pairs)
+    ]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    records: list[Record]
+    scrape: Scrape
+    observed: Observed
+    is_interrupted: bool
+
+
+async def _measure(
+    options: ReplayOptions,
+    endpoint: Endpoint,
+    shots: Sequence[Shot],
+    duration_s: float,
+    console: Console,
+) -> _Measured:
+    stop = asyncio.Event()
+    scrape = Scrape()
+    before = machine.cpu_times()
+    with (
+        (options.out_dir / "records.jsonl").open("wb") as stream,
+        _interrupts(stop),
+    ):
+
+        def keep(record: Record) -> None:
+            # At once: what is measured survives whatever happens to this process.
+            stream.write(to_line(record))
+            stream.flush()
+
+        load = Load(endpoint, shots, timeout_s=options.timeout_s, on_record=keep)
+        with Progress(load.state, duration_s, monotonic, console):
+            state = load.state
+            watcher = asyncio.create_task(
+                watch(endpoint, scrape, lambda: monotonic() - state.started_s)
+            )
+            records = await load.run(stop)
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
+    observed = Observed(
+        loop_lags_s=load.heartbeat.lags_s,
+        steal_share=machine.steal_share(before, machine.cpu_times()),
+        is_interrupted=stop.is_set(),
+        planned_requests=len(shots),
+    )
+    return _Measured(records, scrape, observed, stop.is_set())
+
+
+@contextmanager
+def _interrupts(stop: asyncio.Event) -> Iterator[None]:
+    """Let the first Ctrl-C end the run in order, and the second end the program."""
+    loop = asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        stop.set()
+        loop.remove_signal_handler(signal.SIGINT)
+
+    try:
+        loop.add_signal_handler(signal.SIGINT, interrupt)
+    except (RuntimeError, ValueError):  # not the main thread: its owner handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+def _judged(
+    options: ReplayOptions, schedule: Schedule, measured: _Measured, conditions: dict[str, str]
+) -> Run:
+    stats = summarise(measured.records, options.limits)
+    return Run(
+        title=options.title or f"Replay of {options.trace}",
+        conditions=conditions,
+        records=measured.records,
+        stats=stats,
+        verdict=judge(measured.records, stats, measured.observed, max_lag_s=options.max_lag_s),
+        limits=options.limits,
+        duration_s=schedule.duration_s,
+        scrape=measured.scrape,
+    )
+
+
+def _finish(
+    options: ReplayOptions, run: Run, console: Console, *, is_interrupted: bool
+) -> ReplayOutcome:
+    summary_file = options.out_dir / "summary.json"
+    summary_file.write_text(run.summary_json(), encoding="utf-8")
+    report_file = options.out_dir / "report.html"
+    write_report(run, report_file)
+    print_run(run, console)
+    console.print(f"report: {report_file}", highlight=False, soft_wrap=True)
+    return ReplayOutcome(
+        _exit_code(run, is_interrupted=is_interrupted),
+        run,
+        report_file,
+        options.out_dir / "records.jsonl",
+        summary_file,
+    )
+
+
+def _exit_code(run: Run, *, is_interrupted: bool) -> int:
+    if is_interrupted:
+        return EXIT_INTERRUPTED
+    if not run.verdict.is_valid:
+        return EXIT_INVALID
+    return EXIT_FAILED if run.stats.failed else EXIT_OK
+
+
+def _conditions(options: ReplayOptions, schedule: Schedule, target: Target) -> dict[str, str]:
+    version = f" (server version {target.version})" if target.version else ""
+    clipped = f"{schedule.clipped_inputs} prompts, {schedule.clipped_outputs} outputs"
+    bounds = (options.max_input_tokens or "none", options.max_output_tokens or "none")
+    found: dict[str, Any] = {
+        "Server": f"{options.url}{version}",
+        "Model": target.model,
+        "Traffic": schedule.source,
+        "Offered load": (
+            f"{len(schedule.arrivals)} requests in {schedule.duration_s:.1f} s "
+            f"({schedule.rate_rps:.3f}/s, rate scale {options.rate_scale:g})"
+        ),
+        "Clipped": f"{clipped} (limits {bounds[0]} / {bounds[1]} tokens)",
+        "Sampling": f"temperature {options.temperature:g}, end-of-sequence ignored",
+        "Seed": options.seed,
+        "Time limit": f"{options.timeout_s:g} s a request, from its scheduled time",
+        "Client lag bound": f"{options.max_lag_s * 1e3:g} ms at p99",
+        "Started": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        "Command": options.command or command_line(sys.argv),
+    }
+    return {label: str(value) for label, value in found.items()} | machine.describe()
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """Return the command for the report, the API key left out of it."""
+    shown: list[str] = []
+    for argument in arguments:
+        if shown and shown[-1] == "--api-key":
+            shown.append("...")
+        elif argument.startswith("--api-key="):
+            shown.append("--api-key=...")
+        else:
+            shown.append(argument)
+    return shlex.join(shown)
+
+
+def _prompt_conditions(prompts: Sequence[Prompt], text_name: str, codec: Codec) -> dict[str, str]:
+    misses = sum(prompt.is_miss for prompt in prompts)
+    return {
+        "Prompt text": f"{text_name}, each prompt opened by a unique salt",
+        "Prompt lengths": f"counted by {codec.name}; {misses} of {len(prompts)} not exact",
+    }

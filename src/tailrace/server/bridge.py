@@ -1,0 +1,296 @@
+"""The way to the engine: one DEALER socket, one queue per request, and the engine's restarts.
+
+    STARTING --EngineReady--> READY --exit or silence--> RESTARTING --EngineReady--> READY
+        |                                                    |
+        '--EngineFatal, or exit before ready--> FAILED <-----'--gave up after MAX_FAILED_STARTS
+
+Whatever ends an incarnation, each request it held gets a last output with `finish_reason` "error".
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import msgspec
+import structlog
+import zmq
+import zmq.asyncio
+
+from tailrace.clock import monotonic
+from tailrace.errors import EngineError, RequestError, TailraceError
+from tailrace.server.engine_client import EngineState
+from tailrace.types import (
+    AbortRequests,
+    EngineFatal,
+    EngineMessage,
+    EngineOutputs,
+    EngineReady,
+    FrontendMessage,
+    ModelResolved,
+    Ping,
+    Shutdown,
+    TokenOutput,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from tailrace.clock import Clock
+    from tailrace.server.supervisor import EngineProcess, Launcher
+    from tailrace.types import EngineRequest, EngineStats
+
+log = structlog.get_logger("tailrace.bridge")
+
+PING_INTERVAL_S = 1.0
+SILENCE_LIMIT_S = 60.0
+"""A ready engine that says nothing for so long is taken for hung: a step takes seconds at most."""
+MAX_FAILED_STARTS = 5
+FIRST_BACKOFF_S = 0.5
+ENGINE_DIED = "the engine died while it held this request; it is being restarted, try again"
+
+
+class Bridge:
+    """Implements `EngineClient` over ZeroMQ, and keeps an engine process alive.
+
+    Args:
+        launcher: Starts engine processes.
+        on_resolved: Told the model's folder each time an engine has found it.
+        clock: Monotonic seconds.
+        silence_limit_s: See `SILENCE_LIMIT_S`.
+        first_backoff_s: Wait before a restart; doubled at each failed one.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        *,
+        on_resolved: Callable[[str], None],
+        clock: Clock = monotonic,
+        silence_limit_s: float = SILENCE_LIMIT_S,
+        first_backoff_s: float = FIRST_BACKOFF_S,
+    ) -> None:
+        self._launcher = launcher
+        self._on_resolved = on_resolved
+        self._clock = clock
+        self._silence_limit_s = silence_limit_s
+        self._first_backoff_s = first_backoff_s
+        self._state = EngineState.STARTING
+        self._ready: EngineReady | None = None
+        self._stats: EngineStats | None = None
+        self._restarts_total = 0
+        self._queues: dict[str, asyncio.Queue[TokenOutput]] = {}
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket | None = None
+        self._process: EngineProcess | None = None
+        self._last_heard_s = 0.0
+        self._fatal = ""
+        self._stopping = False
+        self._became_ready = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(EngineMessage)
+        self.undecodable_total = 0
+
+    @property
+    def state(self) -> EngineState:
+        """Whether requests can be served now."""
+        return self._state
+
+    @property
+    def ready(self) -> EngineReady | None:
+        """What the engine said when it was warm."""
+        return self._ready
+
+    @property
+    def stats(self) -> EngineStats | None:
+        """The engine's latest report."""
+        return self._stats
+
+    @property
+    def restarts_total(self) -> int:
+        """How often the engine was started again."""
+        return self._restarts_total
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by role."""
+        return {"engine": self._process.pid} if self._process else {}
+
+    @property
+    def open_requests(self) -> int:
+        """Requests whose last output has not come yet."""
+        return len(self._queues)
+
+    def submit(self, request: EngineRequest) -> asyncio.Queue[TokenOutput]:
+        """Hand a request over.
+
+        Raises:
+            RequestError: 503, the engine is not ready.
+        """
+        if self._state is not EngineState.READY:
+            raise RequestError(f"the engine is {self._state.value}", status=503, retry_after_s=2.0)
+        queue: asyncio.Queue[TokenOutput] = asyncio.Queue()
+        self._queues[request.request_id] = queue
+        self._idle.clear()
+        self._send(request)
+        return queue
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget requests: no further output of theirs comes."""
+        known = [i for i in request_ids if self._queues.pop(i, None) is not None]
+        self._note_idle()
+        if known and self._state is EngineState.READY:
+            self._send(AbortRequests(known))
+
+    async def wait_ready(self) -> EngineReady:
+        """Wait until an engine is warm for the first time."""
+        await self._became_ready.wait()
+        if self._ready is None:
+            raise EngineError("ready without a description")
+        return self._ready
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is open."""
+        await self._idle.wait()
+
+    async def run(self) -> None:
+        """Keep an engine alive until `stop`.
+
+        Raises:
+            EngineError: No engine can be started; the text is fit for the operator.
+        """
+        failed_starts = 0
+        while not self._stopping:
+            was_ready = await self._run_once()
+            self._fail_open_requests()
+            if self._stopping:
+                return
+            failed_starts = 0 if was_ready else failed_starts + 1
+            never_ready = self._restarts_total == 0 and not was_ready
+            if self._fatal or never_ready:
+                self._state = EngineState.FAILED
+                raise EngineError(self._fatal or "the engine ended before it was ready")
+            if failed_starts >= MAX_FAILED_STARTS:
+                self._state = EngineState.FAILED
+                raise EngineError(f"the engine failed to start {failed_starts} times in a row")
+            self._state = EngineState.RESTARTING
+            self._restarts_total += 1
+            await asyncio.sleep(self._first_backoff_s * 2**failed_starts)
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """End the engine and close; requests still open get an error."""
+        self._stopping = True
+        if self._process is not None:
+            self._send(Shutdown())
+            self.abort(list(self._queues))
+            await self._process.stop(grace_s)
+        self._launcher.clean()
+
+    async def _run_once(self) -> bool:
+        """Run one incarnation to its end; return whether it was ever ready."""
+        process = self._process = await self._launcher.launch()
+        self._socket = self._connect(process)
+        self._last_heard_s = self._clock()
+        tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._ping())]
+        try:
+            status = await process.wait()
+            await self._drain_last_words()
+        finally:
+            for task in tasks:
+                task.cancel()
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(result, Exception):
+                    log.error("bridge_task_failed", error=repr(result))
+            self._socket.close()
+            self._socket = None
+            self._process = None
+            process.kill()
+        if not self._stopping:
+            log.error("engine_ended", status=status, open_requests=len(self._queues))
+        return self._state is EngineState.READY
+
+    def _connect(self, process: EngineProcess) -> zmq.asyncio.Socket:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.connect(f"ipc://{process.socket_path}")
+        return socket
+
+    def _send(self, message: FrontendMessage) -> None:
+        if self._socket is not None:
+            # With no high-water mark a send is complete at once; its future carries nothing.
+            self._socket.send(self._encoder.encode(message))
+
+    async def _ping(self) -> None:
+        while True:
+            self._send(Ping())
+            await asyncio.sleep(PING_INTERVAL_S)
+            silence_s = self._clock() - self._last_heard_s
+            if self._state is EngineState.READY and silence_s > self._silence_limit_s:
+                log.error("engine_silent", silence_s=round(silence_s, 1))
+                if self._process is not None:
+                    self._process.kill()
+                return
+
+    async def _receive(self) -> None:
+        while self._socket is not None:
+            self._handle(await self._socket.recv())
+
+    async def _drain_last_words(self) -> None:
+        """Take what a process that has ended still sent, its EngineFatal above all."""
+        while self._socket is not None and await self._socket.poll(50):
+            self._handle(await self._socket.recv())
+
+    def _handle(self, frame: bytes) -> None:
+        try:
+            message = self._decoder.decode(frame)
+        except (msgspec.DecodeError, RecursionError) as error:
+            self.undecodable_total += 1
+            log.warning("undecodable_message", error=str(error), total=self.undecodable_total)
+            return
+        self._last_heard_s = self._clock()
+        match message:
+            case EngineOutputs(outputs, stats):
+                self._stats = stats
+                for output in outputs:
+                    self._deliver(output)
+            case ModelResolved(folder):
+                self._resolve(folder)
+            case EngineReady():
+                self._ready = message
+                self._state = EngineState.READY
+                self._became_ready.set()
+            case EngineFatal(error):
+                self._fatal = error
+
+    def _resolve(self, folder: str) -> None:
+        try:
+            self._on_resolved(folder)
+        except TailraceError as error:  # no tokenizer, no service: as fatal as the engine's own
+            self._fatal = str(error)
+            if self._process is not None:
+                self._process.kill()
+
+    def _deliver(self, output: TokenOutput) -> None:
+        if output.finish_reason is None:
+            queue = self._queues.get(output.request_id)
+        else:
+            queue = self._queues.pop(output.request_id, None)
+        if queue is not None:
+            queue.put_nowait(output)
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if self._queues:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    def _fail_open_requests(self) -> None:
+        queues, self._queues = self._queues, {}
+        self._idle.set()
+        for request_id, queue in queues.items():
+            queue.put_nowait(TokenOutput(request_id, [], finish_reason="error", error=ENGINE_DIED))

@@ -1,0 +1,201 @@
+"""`tailrace serve`: the front end's process from its first line to its exit status.
+
+    load text side | engine loads ... | READY | serve | SIGTERM: drain, then stop | status 0
+
+SIGTERM and SIGINT drain: /ready turns 503, new requests are refused, running ones get
+`drain_timeout_s`. A second signal stops at once. An engine that cannot be started ends the server
+with status 1 and one readable line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+import uvicorn
+
+from tailrace.clock import monotonic
+from tailrace.config import DEFAULT_MODEL
+from tailrace.errors import ConfigError, EngineError
+from tailrace.server.app import create_app
+from tailrace.server.bridge import Bridge
+from tailrace.server.connection import Connection
+from tailrace.server.services import Services, TextServices
+from tailrace.server.supervisor import Launcher
+from tailrace.telemetry.metrics import Metrics
+from tailrace.telemetry.request_log import RequestLog
+from tailrace.text.chat import ChatTemplate
+from tailrace.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tailrace.config import Config
+
+log = structlog.get_logger("tailrace.server")
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to us: uvicorn would re-raise SIGTERM after a clean end (status -15)."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run(config: Config) -> int:
+    """Serve until told to stop; return the process's exit status.
+
+    Raises:
+        ConfigError: The address cannot be bound.
+    """
+    _configure_logging(config.server.log_level)
+    listener = _bind(config.server.host, config.server.port)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(config, listener))
+
+
+async def _serve(config: Config, listener: socket.socket) -> int:
+    services, bridge = _assemble(config)
+    server = _Server(_uvicorn_config(services))
+    stop = _stop_on_signals()
+    engine = asyncio.create_task(bridge.run())
+    http = asyncio.create_task(server.serve(sockets=[listener]))
+    stopped = asyncio.create_task(stop.wait())
+    announced = asyncio.create_task(_announce(config, services, bridge, listener))
+    try:
+        await asyncio.wait([engine, http, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if engine.done():
+            return _engine_failed(engine)
+        await _drain(services, bridge, stop)
+        return 0
+    finally:
+        services.draining = True
+        announced.cancel()
+        stopped.cancel()
+        await bridge.stop()
+        server.should_exit = True
+        await asyncio.gather(engine, http, announced, stopped, return_exceptions=True)
+        services.request_log.close()
+
+
+def _assemble(config: Config) -> tuple[Services, Bridge]:
+    def load_text(folder: str) -> None:
+        if services.text is None:
+            services.text = _text_services(config, Path(folder))
+
+    bridge = Bridge(Launcher(config.engine), on_resolved=load_text)
+    services = Services(
+        config=config,
+        engine=bridge,
+        metrics=Metrics(),
+        request_log=RequestLog(config.server.request_log),
+        started_s=monotonic(),
+    )
+    return services, bridge
+
+
+def _text_services(config: Config, folder: Path) -> TextServices:
+    path = config.engine.model_path
+    default_name = "SmolLM2-135M-Instruct" if path == DEFAULT_MODEL else Path(path).stem
+    tokenizer = Tokenizer.load(folder)
+    return TextServices(
+        model_name=config.server.served_model_name or default_name,
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate.load(folder, tokenizer),
+    )
+
+
+def _engine_failed(engine: asyncio.Task[None]) -> int:
+    error = engine.exception()
+    if error is not None and not isinstance(error, EngineError):
+        raise error
+    print(f"tailrace: {error}", file=sys.stderr)  # noqa: T201 -- for the operator, beside the log
+    return 1
+
+
+async def _announce(
+    config: Config, services: Services, bridge: Bridge, listener: socket.socket
+) -> None:
+    """Say once, in one line, that the server is ready."""
+    ready = await bridge.wait_ready()
+    log.info(
+        "ready",
+        url=f"http://{config.server.host}:{listener.getsockname()[1]}",
+        model=services.text.model_name if services.text else "",
+        device=ready.device,
+        context_length=ready.context_length,
+        kv_tokens=ready.total_blocks * ready.block_size,
+        load_s=round(ready.load_s, 2),
+        warmup_s=round(ready.warmup_s, 2),
+    )
+
+
+async def _drain(services: Services, bridge: Bridge, stop: asyncio.Event) -> None:
+    services.draining = True
+    timeout_s = services.config.server.drain_timeout_s
+    log.info("draining", open_requests=bridge.open_requests, timeout_s=timeout_s)
+    stop.clear()  # the next signal means: now
+    waits = [asyncio.create_task(bridge.wait_idle()), asyncio.create_task(stop.wait())]
+    _, pending = await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    log.info("drained", open_requests=bridge.open_requests)
+
+
+def _stop_on_signals() -> asyncio.Event:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return listener
+
+
+def _uvicorn_config(services: Services) -> uvicorn.Config:
+    return uvicorn.Config(
+        create_app(services),
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=5,
+    )
+
+
+def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop  # noqa: PLC0415 -- not there on every platform
+    except ImportError:
+        return None
+    return uvloop.Loop
+
+
+def _configure_logging(level: str) -> None:
+    number = logging.getLevelNamesMapping()[level.upper()]
+    logging.basicConfig(level=max(number, logging.WARNING), stream=sys.stderr)
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )

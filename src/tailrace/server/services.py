@@ -1,0 +1,46 @@
+"""What every route may use, made once at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tailrace.config import Config
+    from tailrace.server.engine_client import EngineClient
+    from tailrace.telemetry.metrics import Metrics
+    from tailrace.telemetry.request_log import RequestLog
+    from tailrace.text.chat import ChatTemplate
+    from tailrace.text.tokenizer import Tokenizer
+
+
+@dataclass
+class TextServices:
+    """What the model's folder brings; known only once the engine has found it."""
+
+    model_name: str
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+
+
+@dataclass
+class Services:
+    """Settings, engine, telemetry, and the model's text side.
+
+    Attributes:
+        config: The settings of this process.
+        engine: The way to the engine process.
+        metrics: The Prometheus families.
+        request_log: One record a request.
+        text: None until the model's folder is known.
+        draining: Set by SIGTERM: no new request is admitted.
+        started_s: Monotonic seconds at which the server began.
+    """
+
+    config: Config
+    engine: EngineClient
+    metrics: Metrics
+    request_log: RequestLog
+    started_s: float
+    text: TextServices | None = None
+    draining: bool = False

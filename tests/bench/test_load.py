@@ -1,0 +1,168 @@
+"""The client against a scripted server: it recovers what was scripted, and survives the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+
+import pytest
+from tests.bench.mock_server import FAULTS, Behaviour, MockServer
+
+from tailrace.bench.load import Load, Shot
+from tailrace.bench.stats import e2e_s, gaps_s, ttft_s
+from tailrace.bench.target import Target, completion_body
+from tailrace.bench.wire import Endpoint, resolve
+
+TARGET = Target("mock", None, "")
+
+
+def shots(times_s: list[float], output_tokens: int = 5) -> list[Shot]:
+    return [
+        Shot(
+            index,
+            at_s,
+            3,
+            output_tokens,
+            completion_body(TARGET, "a b c", output_tokens, temperature=0, seed=index),
+        )
+        for index, at_s in enumerate(times_s)
+    ]
+
+
+def run(script, planned, *, timeout_s=20.0, stop_after=None):
+    """Return the records, the load and the server after one run."""
+
+    async def go():
+        async with MockServer(script=script) as server:
+            endpoint = await resolve(server.url)
+            stop = asyncio.Event()
+
+            def on_record(_):
+                if stop_after is not None and len(load.state.done) >= stop_after:
+                    stop.set()
+
+            load = Load(endpoint, planned, timeout_s=timeout_s, on_record=on_record)
+            return await load.run(stop), load, server
+
+    return asyncio.run(go())
+
+
+def test_scripted_latencies_are_recovered():
+    scripted = {0: (0.30, 0.02), 1: (0.02, 0.05), 2: (0.10, 0.08), 3: (0.02, 0.02)}
+    records, *_ = run(lambda index: Behaviour(*scripted[index]), shots([0.0, 0.0, 0.05, 0.1]))
+    assert [record.status for record in records] == ["ok"] * 4
+    for record in records:
+        first_s, gap_s = scripted[record.index]
+        # What is scripted is a lower bound; above it, a loaded machine may add what it likes.
+        assert first_s * 0.95 <= ttft_s(record) <= first_s + 2
+        assert len(gaps_s(record)) == 4
+        assert gap_s * 4 * 0.95 <= sum(gaps_s(record)) <= gap_s * 4 + 2
+        assert e2e_s(record) >= ttft_s(record) + sum(gaps_s(record))
+        assert record.input_tokens == 3
+        assert record.output_tokens == 5
+        assert record.finish_reason == "length"
+        assert record.http_status == 200
+    by_first = sorted(records, key=ttft_s)
+    assert {by_first[0].index, by_first[1].index} == {1, 3}
+    assert by_first[-1].index == 0
+    assert max(records, key=lambda record: sum(gaps_s(record))).index == 2
+
+
+def test_stamps_of_one_request_are_in_order():
+    records, *_ = run(lambda _: Behaviour(0.02, 0.005), shots([0.0, 0.03, 0.06]))
+    for record in records:
+        moments = [
+            record.scheduled_s,
+            record.dispatched_s,
+            record.sent_s,
+            record.first_token_s,
+            *record.chunk_s[1:],
+            record.finished_s,
+        ]
+        assert all(a <= b for a, b in itertools.pairwise(moments))
+
+
+def test_a_slow_answer_holds_no_other_request_back():
+    """The first request never ends by itself, yet all others are sent and answered."""
+    script = {0: Behaviour(fault="silent")}
+    records, load, server = run(
+        lambda index: script.get(index, Behaviour()),
+        shots([0.02 * i for i in range(8)]),
+        timeout_s=1.5,
+    )
+    assert [record.status for record in records] == ["timeout", *["ok"] * 7]
+    assert [body["seed"] for body in server.completions] == list(range(8))
+    assert all(record.finished_s < records[0].finished_s for record in records[1:])
+    assert load.state.in_flight == 0
+
+
+EXPECTED = {
+    "refuse": ("http", "503"),
+    "error_event": ("stream", "out of memory"),
+    "cut": ("stream", "closed in the body"),
+    "garbage": ("stream", "bad event"),
+    "binary": ("stream", "bad event"),
+    "not_http": ("stream", "not HTTP"),
+    "endless_event": ("stream", "the limit is"),
+    "no_done": ("stream", "without data: [DONE]"),
+    "short": ("short", "4 of 5 tokens"),
+    "silent": ("timeout", "not complete 2 s"),
+    "no_usage": ("ok", ""),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_one_record_and_no_crash(fault):
+    script = {1: Behaviour(gap_s=0.002, fault=fault)}
+    records, *_ = run(
+        lambda index: script.get(index, Behaviour()), shots([0.0, 0.01, 0.02]), timeout_s=2.0
+    )
+    status, words = EXPECTED[fault]
+    assert [record.status for record in records] == ["ok", status, "ok"]
+    assert words in (records[1].error or "")
+    assert (records[1].input_tokens is None) == (fault not in {"short", "no_done"})
+    assert records[1].finished_s is not None
+
+
+def test_nobody_there_is_a_failure_of_each_request():
+    with socket.socket() as held:
+        # Bound and not listening: refused, and nobody else can take the port meanwhile.
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        endpoint = Endpoint(f"http://127.0.0.1:{port}", "127.0.0.1", "127.0.0.1", port)
+        load = Load(endpoint, shots([0.0, 0.01]), timeout_s=5.0)
+        records = asyncio.run(load.run(asyncio.Event()))
+    assert [record.status for record in records] == ["connect", "connect"]
+
+
+def test_an_interrupt_keeps_what_ended_and_marks_what_was_in_flight():
+    script = {1: Behaviour(fault="silent")}
+    planned = shots([0.0, 0.0, 0.2, 3600.0])
+    records, load, _ = run(
+        lambda index: script.get(index, Behaviour()), planned, timeout_s=60.0, stop_after=2
+    )
+    assert [record.status for record in records] == ["ok", "cancelled", "ok"]
+    assert load.state.sent == 3
+    assert load.state.in_flight == 0
+
+
+def test_the_heartbeat_measures_the_clients_own_loop():
+    _, load, _ = run(lambda _: Behaviour(ttft_s=0.1), shots([0.0]))
+    assert load.heartbeat.lags_s
+    assert min(load.heartbeat.lags_s) >= 0
+
+
+def test_tokens_without_text_do_not_make_an_answer_fail(monkeypatch):
+    """Special tokens have no text: the usage still counts them, and the end is their time."""
+    textless = MockServer._stream
+
+    async def stream(self, writer, body, how):
+        await textless(self, writer, {**body, "max_tokens": 0}, how)
+
+    monkeypatch.setattr(MockServer, "_stream", stream)
+    planned = [Shot(0, 0.0, 3, 0, completion_body(TARGET, "a b c", 5, temperature=0))]
+    records, *_ = run(lambda _: Behaviour(), planned)
+    assert records[0].status == "ok"
+    assert records[0].chunk_s == []
+    assert records[0].first_token_s == pytest.approx(records[0].finished_s, abs=1.0)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.kernels.compare import assert_close
+
+from tailrace.errors import ConfigError
+
+SHAPES = [(1, 576, 960), (7, 33, 17), (64, 48, 5), (16, 1, 1)]  # rows, inputs, outputs
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_float32_equals_the_formula(kernels, shape, with_bias):
+    rows, inputs, outputs = shape
+    x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs) * inputs**-0.5
+    bias = torch.randn(outputs) if with_bias else None
+    expected = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    assert_close("y", kernels.pack_linear(weight, bias, "float32")(x), expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_float16_rounds_the_weight_and_nothing_else(kernels, shape, with_bias):
+    rows, inputs, outputs = shape
+    x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs) * inputs**-0.5
+    bias = torch.randn(outputs) if with_bias else None
+    rounded = weight.half().double()
+    expected = x.double() @ rounded.t() + (0 if bias is None else bias.double())
+    assert_close("y", kernels.pack_linear(weight, bias, "float16")(x), expected)
+
+
+def test_nbytes_counts_weight_and_bias(kernels):
+    weight, bias = torch.randn(20, 30), torch.randn(20)
+    assert kernels.pack_linear(weight, None, "float32").nbytes == 2400
+    assert kernels.pack_linear(weight, bias, "float32").nbytes == 2480
+    assert kernels.pack_linear(weight, None, "float16").nbytes == 1200
+    assert kernels.pack_linear(weight, bias, "float16").nbytes == 1280
+
+
+def test_packing_takes_a_transposed_or_half_precision_weight(kernels):
+    weight, x = torch.randn(30, 20).half(), torch.randn(4, 30)
+    for dtype in ("float32", "float16"):
+        packed = kernels.pack_linear(weight.t(), None, dtype)
+        assert_close(dtype, packed(x), x.double() @ weight.double())
+
+
+@pytest.mark.parametrize("value", [65520.0, -1e6, float("inf"), float("nan")])
+def test_a_weight_beyond_float16_is_refused_with_the_remedy(kernels, value):
+    weight = torch.randn(8, 8)
+    weight[3, 4] = value
+    with pytest.raises(ConfigError, match=r"shape \[8, 8\].*65504.*--dtype float32"):
+        kernels.pack_linear(weight, None, "float16")
+    kernels.pack_linear(weight, None, "float32")
+
+
+def test_the_largest_float16_is_taken(kernels):
+    weight = torch.full((2, 2), 65504.0)
+    y = kernels.pack_linear(weight, None, "float16")(torch.tensor([[1.0, 0.0]]))
+    assert y.tolist() == [[65504.0, 65504.0]]
