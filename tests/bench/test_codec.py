@@ -3,12 +3,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.bench.mock_server import MockServer
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tailrace.bench.codec import FileCodec, ServerCodec
 from tailrace.bench.wire import resolve
 from tailrace.errors import ConfigError
+from tests.bench.mock_server import MockServer
 
 
 def with_server(use, **fields):

@@ -7,12 +7,12 @@ import itertools
 import socket
 
 import pytest
-from tests.bench.mock_server import FAULTS, Behaviour, MockServer
 
 from tailrace.bench.load import Load, Shot
 from tailrace.bench.stats import e2e_s, gaps_s, ttft_s
 from tailrace.bench.target import Target, completion_body
 from tailrace.bench.wire import Endpoint, resolve
+from tests.bench.mock_server import FAULTS, Behaviour, MockServer
 
 TARGET = Target("mock", None, "")
 
@@ -166,3 +166,14 @@ def test_tokens_without_text_do_not_make_an_answer_fail(monkeypatch):
     assert records[0].status == "ok"
     assert records[0].chunk_s == []
     assert records[0].first_token_s == pytest.approx(records[0].finished_s, abs=1.0)
+
+
+def test_a_bug_of_the_client_is_not_taken_for_the_servers_failure():
+    async def go():
+        async with MockServer() as server:
+            endpoint = await resolve(server.url)
+            load = Load(endpoint, shots([0.0, 0.0]), timeout_s=5.0, on_record=lambda _: 1 / 0)
+            await load.run(asyncio.Event())
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(go())

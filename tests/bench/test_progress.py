@@ -5,11 +5,11 @@ import math
 
 import pytest
 from rich.console import Console
-from tests.bench.test_stats import ok
 
 from tailrace.bench.load import LoadState
 from tailrace.bench.progress import Progress, seconds
 from tailrace.clock import VirtualClock
+from tests.bench.test_stats import ok
 
 
 def _state() -> LoadState:

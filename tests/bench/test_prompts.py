@@ -6,10 +6,10 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.bench.mock_server import WordCodec
 
 from tailrace.bench.prompts import Prompt, PromptMaker, corpus_text, python_text
 from tailrace.errors import ConfigError
+from tests.bench.mock_server import WordCodec
 
 TEXT = " ".join(f"word{i % 911} is-{i % 37}," for i in range(4000))
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 from rich.console import Console
-from tests.bench.mock_server import Behaviour, running
 
 from tailrace.bench.records import read_records
 from tailrace.bench.replay import ReplayOptions, command_line, replay
 from tailrace.errors import ConfigError
+from tests.bench.mock_server import Behaviour, running
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -161,3 +161,9 @@ def test_the_api_key_is_not_in_the_report(trace, tmp_path):
     assert "s3cret" not in shown + outcome.report_file.read_text()
     shown = command_line(["tailrace", "--api-key", "s3cret", "x y", "--api-key=s3cret"])
     assert shown == "tailrace --api-key ... 'x y' --api-key=..."
+
+
+def test_a_folder_that_cannot_be_made_is_refused(trace, tmp_path):
+    (tmp_path / "file").write_text("")
+    with running() as server, pytest.raises(ConfigError, match="give a folder to write to"):
+        run(trace, tmp_path, server, out_dir=tmp_path / "file" / "out")

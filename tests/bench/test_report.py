@@ -8,7 +8,6 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from rich.console import Console
-from tests.bench.test_stats import ok
 
 from tailrace.bench import report
 from tailrace.bench.report import require_report, write_report
@@ -18,6 +17,7 @@ from tailrace.bench.stats import Limits, summarise
 from tailrace.bench.table import figure, print_run
 from tailrace.bench.validity import Verdict
 from tailrace.errors import ConfigError
+from tests.bench.test_stats import ok
 
 pytest.importorskip("matplotlib", reason="the report's pictures need it")
 

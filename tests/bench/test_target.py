@@ -4,11 +4,11 @@ import asyncio
 import json
 
 import pytest
-from tests.bench.mock_server import Behaviour, MockServer
 
 from tailrace.bench.target import Target, check_streaming, completion_body, inspect
 from tailrace.bench.wire import resolve
 from tailrace.errors import ConfigError
+from tests.bench.mock_server import Behaviour, MockServer
 
 
 def with_server(use, *, key="", **fields):

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.bench.test_stats import ok
 
 from tailrace.bench.stats import summarise
 from tailrace.bench.validity import Observed, judge
+from tests.bench.test_stats import ok
 
 CALM = {
     "loop_lags_s": [0.001] * 100,

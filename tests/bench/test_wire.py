@@ -3,11 +3,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.bench.mock_server import MockServer
 
 from tailrace.bench.wire import Endpoint, Exchange, WireError, fetch, resolve
 from tailrace.clock import VirtualClock
 from tailrace.errors import ConfigError
+from tests.bench.mock_server import MockServer
 
 
 @pytest.mark.parametrize("url", ["", "ftp://x", "127.0.0.1:80", "http://", "http://h:99999"])

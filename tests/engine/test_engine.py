@@ -3,7 +3,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from tests.support.fake_runner import VOCAB, FakeRunner, expected_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.engine import Engine
 from tailrace.engine.scheduler import Scheduler
 from tailrace.types import EngineRequest, SamplingParams, TokenOutput
+from tests.support.fake_runner import VOCAB, FakeRunner, expected_output
 
 CONTEXT = 64
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernels.compare import assert_close
 
 from tailrace.errors import ConfigError
+from tests.kernels.compare import assert_close
 
 SHAPES = [(1, 576, 960), (7, 33, 17), (64, 48, 5), (16, 1, 1)]  # rows, inputs, outputs
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kernels.compare import assert_close
-from tests.kernels.paged import NAN, Paged, make_batch
 
 from tailrace.errors import ConfigError, EngineError
 from tailrace.kernels.native import library
 from tailrace.kernels.native_kernels import NativeKernels
+from tests.kernels.compare import assert_close
+from tests.kernels.paged import NAN, Paged, make_batch
 
 # (sequence, rows, kv_len): decodes, whole prompts and chunks over a cached prefix, around the
 # edges of blocks and of the kernel's tiles of 64 tokens.

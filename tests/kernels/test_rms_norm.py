@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernels.compare import assert_close
 
 from tailrace.errors import EngineError
+from tests.kernels.compare import assert_close
 
 SHAPES = [(1, 1), (1, 7), (3, 16), (5, 33), (2, 47), (17, 576), (300, 576), (64, 1000)]
 

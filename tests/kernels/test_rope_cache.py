@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.kernels.compare import assert_close
-from tests.kernels.paged import NAN, make_batch
 
 from tailrace.errors import ConfigError, EngineError
 from tailrace.kernels.rotary import Rotary
+from tests.kernels.compare import assert_close
+from tests.kernels.paged import NAN, make_batch
 
 MAX_POSITION = 200
 

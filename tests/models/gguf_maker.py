@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import numpy as np
 from safetensors.numpy import load_file
+
 from tests.support.tiny import (
     BOS_ID,
     CHAT_TEMPLATE,

@@ -3,10 +3,10 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.tiny import make_tiny_checkpoint
 
 from tailrace.errors import ModelError
 from tailrace.models.checkpoint import Checkpoint, RandomTensors
+from tests.support.tiny import make_tiny_checkpoint
 
 FINAL_NORM = "model.norm.weight"
 

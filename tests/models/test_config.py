@@ -1,11 +1,11 @@
 import json
 
 import pytest
-from tests.support.tiny import make_tiny_checkpoint, write_json
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from tailrace.errors import ModelError
 from tailrace.models.config import Llama3Scaling, load_config
+from tests.support.tiny import make_tiny_checkpoint, write_json
 
 LLAMA3 = {
     "factor": 8.0,

@@ -4,8 +4,6 @@ import random
 
 import pytest
 import torch
-from tests.models.paged import PagedRun
-from tests.models.reference import reference_greedy, reference_logits, reference_model
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -18,6 +16,8 @@ from transformers import (
 from tailrace.errors import ConfigError
 from tailrace.kernels.select import select
 from tailrace.models.loader import load_model
+from tests.models.paged import PagedRun
+from tests.models.reference import reference_greedy, reference_logits, reference_model
 
 # Float32 sums in another order, through two layers, on logits of size about 1.
 LOGIT_BOUND = 2e-5

@@ -4,11 +4,11 @@ import threading
 
 import numpy as np
 import pytest
-from tests.models.gguf_maker import gguf_of, tiny_source
 
 from tailrace.errors import ModelError
 from tailrace.models import gguf, gguf_convert
 from tailrace.models.config import load_config
+from tests.models.gguf_maker import gguf_of, tiny_source
 
 
 @pytest.fixture(autouse=True)

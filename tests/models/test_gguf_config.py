@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
-from tests.models.gguf_maker import gguf_of, tiny_source
 
 from tailrace.errors import ModelError
 from tailrace.models.gguf_config import hf_config, hf_name
 from tailrace.models.gguf_file import GgufFile
 from tailrace.models.rope import inverse_frequencies
+from tests.models.gguf_maker import gguf_of, tiny_source
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
-from tests.models.gguf_maker import Kind, gguf_of, tiny_source
-from tests.models.paged import PagedRun
 
 from tailrace.errors import ModelError
 from tailrace.kernels.select import select
 from tailrace.models.config import load_config
 from tailrace.models.gguf_convert import convert
 from tailrace.models.loader import load_model
+from tests.models.gguf_maker import Kind, gguf_of, tiny_source
+from tests.models.paged import PagedRun
 
 
 def converted(file):

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.models.gguf_maker import Kind, gguf_of, tiny_source, write_gguf
 
 from tailrace.errors import ModelError
 from tailrace.models.gguf_file import GgufFile
+from tests.models.gguf_maker import Kind, gguf_of, tiny_source, write_gguf
 
 RNG = np.random.default_rng(3)
 

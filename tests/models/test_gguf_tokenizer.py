@@ -1,10 +1,10 @@
 import pytest
-from tests.models.gguf_maker import HE_ID, vocabulary_metadata, write_gguf
-from tests.support.tiny import BOS_ID, EOS_ID, IM_START_ID, SPECIALS, byte_symbols
 
 from tailrace.errors import ModelError
 from tailrace.models.gguf_file import GgufFile
 from tailrace.models.gguf_tokenizer import build_tokenizer
+from tests.models.gguf_maker import HE_ID, vocabulary_metadata, write_gguf
+from tests.support.tiny import BOS_ID, EOS_ID, IM_START_ID, SPECIALS, byte_symbols
 
 
 @pytest.fixture

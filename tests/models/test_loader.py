@@ -3,12 +3,12 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.models.paged import PagedRun
-from tests.support.tiny import make_tiny_checkpoint, write_json
 
 from tailrace.errors import ModelError
 from tailrace.kernels.select import select
 from tailrace.models.loader import load_model
+from tests.models.paged import PagedRun
+from tests.support.tiny import make_tiny_checkpoint, write_json
 
 
 @pytest.fixture

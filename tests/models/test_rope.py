@@ -2,12 +2,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.support.tiny import make_tiny_checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tailrace.models.config import Llama3Scaling, load_config
 from tailrace.models.rope import inverse_frequencies, llama3_frequencies, rotary_of
+from tests.support.tiny import make_tiny_checkpoint
 
 SCALING = Llama3Scaling(8.0, 1.0, 4.0, 8192)
 

@@ -5,8 +5,6 @@ import json
 
 import pytest
 import torch
-from tests.models.paged import PagedRun
-from tests.models.reference import reference_greedy, reference_logits, reference_model
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
@@ -14,6 +12,8 @@ from tailrace.kernels.select import select
 from tailrace.models import gguf
 from tailrace.models.config import load_config
 from tailrace.models.loader import load_model
+from tests.models.paged import PagedRun
+from tests.models.reference import reference_greedy, reference_logits, reference_model
 
 pytestmark = [
     pytest.mark.slow,

@@ -2,8 +2,9 @@ import json
 
 import torch
 from safetensors.torch import load_file
-from tests.support.tiny import EOS_ID, SPECIALS, VOCAB_SIZE, byte_symbols, make_tiny_checkpoint
 from tokenizers import Tokenizer
+
+from tests.support.tiny import EOS_ID, SPECIALS, VOCAB_SIZE, byte_symbols, make_tiny_checkpoint
 
 
 def test_ids_are_bytes_and_then_the_specials(tmp_path):

@@ -5,13 +5,13 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.text import vocabularies
-from tests.text.vocabularies import SPECIALS, SPELLINGS, harmless_texts, texts
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tailrace.errors import ModelError, RequestError
 from tailrace.text.chat import ChatTemplate
 from tailrace.text.tokenizer import Tokenizer
+from tests.text import vocabularies
+from tests.text.vocabularies import SPECIALS, SPELLINGS, harmless_texts, texts
 
 CHATML = (
     "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}"

@@ -3,10 +3,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.text import vocabularies
-from tests.text.vocabularies import KINDS, texts
 
 from tailrace.text.detokenizer import Detokenizer
+from tests.text import vocabularies
+from tests.text.vocabularies import KINDS, texts
 
 # Beyond every vocabulary here too: models pad theirs.
 token_ids = st.lists(st.integers(0, 1100), max_size=30)

@@ -1,8 +1,8 @@
 import pytest
-from tests.text import vocabularies
 
 from tailrace.errors import RequestError
 from tailrace.text.messages import read_messages
+from tests.text import vocabularies
 
 
 def read(*messages):

@@ -1,6 +1,5 @@
-from tests.text import vocabularies
-
 from tailrace.text.plain_vocabulary import inner_form, plain_form
+from tests.text import vocabularies
 
 
 def test_merges_that_spell_a_control_token_are_gone_and_ids_stay():

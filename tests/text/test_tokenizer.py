@@ -5,12 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.text import vocabularies
-from tests.text.vocabularies import KINDS, MARKUP, SPECIALS, SPELLINGS, harmless_texts, texts
 
 from tailrace.errors import ModelError, RequestError
 from tailrace.text import tokenizer as tokenizer_module
 from tailrace.text.tokenizer import Span, Tokenizer
+from tests.text import vocabularies
+from tests.text.vocabularies import KINDS, MARKUP, SPECIALS, SPELLINGS, harmless_texts, texts
 
 
 def control_ids(kind):

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tailrace.bench.stats import percentile, ttft_s
+from tailrace.bench.table import figure as written
 from tailrace.bench.timeline import in_flight, per_second
 
 if TYPE_CHECKING:
@@ -106,14 +107,14 @@ def _mark_percentiles(
     is_right = axes.transAxes.inverted().transform(axes.transData.transform((middle, 0)))[0] > 0.5
     for line, (percent, colour) in enumerate(MARKS):
         value = percentile(latency.ordered, percent)
-        shown = f"{value * scale:.3g} {latency.unit}" if math.isfinite(value) else "failed"
+        unit = f" {latency.unit}" if math.isfinite(value) else ""
         if math.isfinite(value):
             point = (value * scale, percent / 100)
             axes.vlines(point[0], 0, point[1], color=colour, linewidth=0.9, linestyle=(0, (3, 2)))
             axes.plot(*point, "o", color=colour, markersize=5.5, markeredgecolor="white")
         axes.text(
             *((0.03, 0.9 - 0.095 * line) if is_right else (0.985, 0.25 - 0.095 * line)),
-            f"P{percent}  {shown}",
+            f"P{percent}  {written(value, latency.unit)}{unit}",
             transform=axes.transAxes,
             ha="left" if is_right else "right",
             color=colour,

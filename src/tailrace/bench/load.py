@@ -142,9 +142,9 @@ class Load:
             gc.unfreeze()
         return sorted(self.state.done, key=lambda record: record.index)
 
-    async def _dispatch(self, stopped: asyncio.Task[bool]) -> set[asyncio.Task[None]]:
+    async def _dispatch(self, stopped: asyncio.Task[bool]) -> list[asyncio.Task[None]]:
         self.state.started_s = self._clock()
-        tasks: set[asyncio.Task[None]] = set()
+        tasks: list[asyncio.Task[None]] = []
         for shot in self._shots:
             delay_s = self.state.started_s + shot.scheduled_s - self._clock()
             if delay_s > 0:
@@ -153,15 +153,17 @@ class Load:
                 break
             self.state.sent += 1
             self.state.in_flight += 1
-            task = asyncio.create_task(self._shoot(shot))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            tasks.append(asyncio.create_task(self._shoot(shot)))
         return tasks
 
-    async def _drain(self, tasks: set[asyncio.Task[None]], stopped: asyncio.Task[bool]) -> None:
-        while tasks and not stopped.done():
-            await asyncio.wait({*tasks, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        await _cancel(*tasks)
+    async def _drain(self, tasks: list[asyncio.Task[None]], stopped: asyncio.Task[bool]) -> None:
+        answers = asyncio.gather(*tasks)
+        either: set[asyncio.Future[Any]] = {answers, stopped}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if answers.done():
+            # What a request cannot handle itself is a bug of this client, and must not pass.
+            await answers
+        await _cancel(answers, *tasks)
 
     async def _shoot(self, shot: Shot) -> None:
         record = Record(
@@ -299,7 +301,7 @@ def _fail(record: Record, status: str, error: str) -> None:
     record.error = error
 
 
-async def _cancel(*tasks: asyncio.Task[object]) -> None:
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

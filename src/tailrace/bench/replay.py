@@ -135,7 +135,7 @@ def replay(options: ReplayOptions, *, console: Console | None = None) -> ReplayO
 
 async def _replay(options: ReplayOptions, console: Console) -> ReplayOutcome:
     schedule = schedule_for(options.trace, options.shape, seed=options.seed)
-    options.out_dir.mkdir(parents=True, exist_ok=True)
+    _make_folder(options.out_dir)
     endpoint = await resolve(options.url, api_key=options.api_key)
     target = await inspect(endpoint, options.model)
     _check_context(schedule, target)
@@ -150,6 +150,13 @@ async def _replay(options: ReplayOptions, console: Console) -> ReplayOutcome:
     measured = await _measure(options, endpoint, shots, schedule.duration_s, console)
     run = _judged(options, schedule, measured, conditions)
     return _finish(options, run, console, is_interrupted=measured.is_interrupted)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {folder}: {error.strerror}; give a folder to write to") from error
 
 
 def _check_context(schedule: Schedule, target: Target) -> None:
@@ -170,7 +177,8 @@ async def _make_prompts(
 ) -> tuple[list[Prompt], str]:
     text, name = corpus_text(options.text_file)
     lengths = [arrival.input_tokens for arrival in schedule.arrivals]
-    with console.status(f"making {len(lengths)} prompts, counted by {codec.name}"):
+    console.print(f"making {len(lengths)} prompts, counted by {codec.name}", highlight=False)
+    with console.status("tokenising"):
         maker = await PromptMaker.create(codec, text, seed=options.seed)
         prompts = await maker.make_all(lengths)
     return prompts, name
@@ -275,9 +283,16 @@ def _judged(
         stats=stats,
         verdict=judge(measured.records, stats, measured.observed, max_lag_s=options.max_lag_s),
         limits=options.limits,
-        duration_s=schedule.duration_s,
+        duration_s=_arrivals_s(schedule, measured),
         scrape=measured.scrape,
     )
+
+
+def _arrivals_s(schedule: Schedule, measured: _Measured) -> float:
+    """Return how long requests arrived: the plan's time, or that of an interrupted run."""
+    if not measured.is_interrupted:
+        return schedule.duration_s
+    return max((record.scheduled_s for record in measured.records), default=0.0)
 
 
 def _finish(

@@ -141,7 +141,7 @@ class Exchange(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.fail(WireError(f"not HTTP: {error.__context__ or error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -1,0 +1,265 @@
+"""The wire: request bodies as clients send them, and the answers, as msgspec Structs.
+
+A null means "not given", as OpenAI's clients mean it; unknown fields are ignored; a wrong type is
+refused when the body is decoded. Ranges are sampling.py's business.
+In answers `UNSET` leaves a field out, while None is written as null.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+PromptInput = str | list[str | int | list[int]]
+"""A text, token ids, or a list of either."""
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """What every route that generates takes."""
+
+    model: str | None = None
+    n: int | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+
+class OpenAIFields(SamplingFields, kw_only=True):
+    """What both OpenAI routes take besides."""
+
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    # Asked for and left out, the answer would break what the client relies on; so these are
+    # known, and refused by name.
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+
+
+class CompletionBody(OpenAIFields, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: PromptInput | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+    logprobs: int | None = None
+
+
+class ChatBody(OpenAIFields, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class SglangSampling(msgspec.Struct, kw_only=True):
+    """`sampling_params` of SGLang's /generate; -1 as `top_k` and -1 token counts as there."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    sampling_seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+
+
+class GenerateBody(SamplingFields, kw_only=True):
+    """POST /generate: `prompt` with fields beside it, or SGLang's `text` and `sampling_params`."""
+
+    prompt: str | list[int] | None = None
+    text: str | None = None
+    input_ids: list[int] | None = None
+    sampling_params: SglangSampling | None = None
+
+
+# Answers
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """Part of `Usage`."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """Tokens that a request cost; the token that ended a choice counts as generated."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(msgspec.Struct, kw_only=True):
+    """OpenAI's older form; the first token of a prompt has none."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class TopLogprob(msgspec.Struct, kw_only=True):
+    """An alternative at one position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TopLogprob, kw_only=True):
+    """A token of a chat's answer, with its alternatives."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, kw_only=True):
+    """OpenAI's form for chats."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    """One entry of `prompt_logprobs`, keyed by token id."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """A choice of /v1/completions, whole or as a stream's piece."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """The answer's message."""
+
+    role: str
+    content: str
+    refusal: None = None
+
+
+class ChatDelta(msgspec.Struct, kw_only=True):
+    """A piece of the answer's message."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    """A choice of a chat."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    """A piece of a choice of a chat."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """The envelope of OpenAI's answers and of each event of a stream."""
+
+    id: str
+    object: str
+    created: int
+    """Unix time in seconds: a date for people, never subtracted."""
+    model: str
+    choices: list[Any]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class GenerateMetrics(msgspec.Struct, kw_only=True):
+    """Where a /generate request's time went; null where it cannot be known."""
+
+    request_latency_ms: float
+    ttft_ms: float | None
+    queue_ms: float | None
+    prefill_ms: float | None
+    decode_ms: float | None
+
+
+class GenerateAnswer(msgspec.Struct, kw_only=True):
+    """Of /generate, where it does not stream."""
+
+    text: str
+    finish_reason: str
+    tokens: int
+    """Generated ones, as `usage.completion_tokens`."""
+    usage: Usage
+    metrics: GenerateMetrics

@@ -1,0 +1,122 @@
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tailrace.config import EngineConfig
+from tailrace.types import AbortRequests, EngineFatal, EngineOutputs, ModelResolved, Ping
+from tests.support.tiny import make_tiny_checkpoint
+from tests.support.worker_client import WorkerClient
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def config(checkpoint: Path, **extra) -> EngineConfig:
+    return EngineConfig(
+        model_path=str(checkpoint), dtype="float32", threads=1, kv_cache_tokens=4096, **extra
+    )
+
+
+@pytest.fixture(scope="module")
+def client(checkpoint):
+    with WorkerClient(config(checkpoint)) as running:
+        assert running.wait_for(ModelResolved).folder == str(checkpoint)
+        running.wait_ready()
+        yield running
+
+
+def test_greedy_output_does_not_depend_on_company(client):
+    prompts = {f"p{i}": [3 + i, 40, 7 * i + 1, 9] * (i + 1) for i in range(5)}
+    alone = {}
+    for name, prompt in prompts.items():
+        client.add(name, prompt, max_tokens=12, temperature=0.0, ignore_eos=True)
+        alone[name] = client.tokens(name)
+    for name, prompt in prompts.items():
+        client.add(f"{name}-b", prompt, max_tokens=12, temperature=0.0, ignore_eos=True)
+    together = client.collect(*(f"{name}-b" for name in prompts))
+    for name in prompts:
+        outputs = together[f"{name}-b"]
+        assert [t for output in outputs for t in output.token_ids] == alone[name]
+        assert outputs[-1].finish_reason == "length"
+        assert outputs[-1].times.first_token_s >= outputs[-1].times.scheduled_s
+
+
+def test_a_seed_gives_the_same_tokens_whatever_the_company(client):
+    request = {"max_tokens": 10, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+    client.add("alone", [1, 2, 3], **request)
+    alone = client.tokens("alone")
+    client.add("x", [4] * 30, max_tokens=30, temperature=1.0, ignore_eos=True)
+    client.add("again", [1, 2, 3], **request)
+    outputs = client.collect("x", "again")["again"]
+    assert [t for output in outputs for t in output.token_ids] == alone
+
+
+def test_logprobs_and_prompt_logprobs_come_with_their_tokens(client):
+    client.add("l", [1, 2, 3, 4], max_tokens=2, temperature=0.0, logprobs=3, prompt_logprobs=2)
+    outputs = client.collect("l")["l"]
+    first = outputs[0]
+    assert first.logprobs[0].token_id == first.token_ids[0]
+    assert first.logprobs[0].rank == 1
+    assert len(first.logprobs[0].top_ids) == 3
+    assert first.prompt_logprobs[0] is None
+    assert [entry.token_id for entry in first.prompt_logprobs[1:]] == [2, 3, 4]
+    assert all(len(entry.top_ids) == 2 for entry in first.prompt_logprobs[1:])
+    assert all(output.prompt_logprobs is None for output in outputs[1:])
+
+
+def test_an_abort_returns_every_block(client):
+    client.add("long", [5] * 20, max_tokens=2000, temperature=0.0, ignore_eos=True)
+    while not any(o.request_id == "long" for o in client.wait_for(EngineOutputs).outputs):
+        pass
+    client.send(AbortRequests(["long", "unknown"]))
+    assert client.collect("long")["long"][-1].finish_reason == "abort"
+    client.send(Ping())
+    while True:
+        stats = client.wait_for(EngineOutputs).stats
+        if stats.running_requests == 0:
+            break
+    assert stats.held_blocks == 0
+    assert stats.free_blocks == stats.total_blocks
+
+
+def test_a_bad_request_and_garbage_frames_leave_the_others_alone(client):
+    client.add("good", [1, 2, 3], max_tokens=8, temperature=0.0, ignore_eos=True)
+    client.socket.send(b"\xc1 not messagepack")
+    client.socket.send_multipart([b"a", b"b", b""])
+    client.add("bad", [10**6], max_tokens=1)
+    outputs = client.collect("good", "bad")
+    assert outputs["bad"][-1].finish_reason == "error"
+    assert "outside 0.." in outputs["bad"][-1].error
+    assert len([t for o in outputs["good"] for t in o.token_ids]) == 8
+
+
+def test_shutdown_ends_with_status_0_after_the_last_request(checkpoint):
+    with WorkerClient(config(checkpoint)) as client:
+        client.wait_ready()
+        client.add("last", [1, 2], max_tokens=5, ignore_eos=True)
+        status = client.shut_down()
+        assert client.collect("last")["last"][-1].finish_reason == "length"
+        assert status == 0
+
+
+def test_the_worker_exits_when_its_parent_does(checkpoint):
+    with WorkerClient(config(checkpoint)) as client:
+        client.wait_ready()
+        client.process.stdin.close()
+        assert client.process.wait(60) == 1
+
+
+def test_the_socket_is_private(client):
+    path = client.socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("ipc://")
+    assert Path(path).stat().st_mode & 0o077 == 0
+
+
+def test_a_model_that_cannot_be_loaded_is_told_and_ends_with_status_1(tmp_path):
+    with WorkerClient(EngineConfig(model_path=str(tmp_path / "nothing"))) as client:
+        assert "nothing" in client.wait_for(EngineFatal).error
+        assert client.process.wait(60) == 1
