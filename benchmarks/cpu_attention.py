@@ -13,12 +13,19 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
 from tailrace.kernels.attention_batch import AttentionBatch
 from tailrace.kernels.select import select
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tailrace.kernels.kernels import Kernels
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16
 SCALE = HEAD_DIM**-0.5
@@ -30,7 +37,7 @@ WORST_ALLOWED = 2e-5
 class Case:
     """A batch of equal sequences over freshly dealt blocks, for some layers."""
 
-    def __init__(self, sequences, rows, context, layers):
+    def __init__(self, sequences: int, rows: int, context: int, layers: int) -> None:
         blocks_each = -(-context // BLOCK_SIZE)
         num_blocks = sequences * blocks_each
         tables = torch.randperm(num_blocks, dtype=torch.int32).view(sequences, blocks_each)
@@ -57,24 +64,24 @@ class Case:
             for _ in range(layers)
         ]
 
-    def run(self, kernels):
+    def run(self, kernels: Kernels) -> torch.Tensor:
         for k_cache, v_cache in self.caches:
             out = kernels.paged_attention(self.q, k_cache, v_cache, self.batch, SCALE)
         return out
 
     @property
-    def gigabytes(self):
+    def gigabytes(self) -> float:
         return self.sequences * self.context * NUM_KV_HEADS * HEAD_DIM * 2 * 4 / 1e9
 
     @property
-    def gigaflop(self):
+    def gigaflop(self) -> float:
         seen = self.rows * (self.context - self.rows) + self.rows * (self.rows + 1) / 2
         return self.sequences * seen * NUM_HEADS * HEAD_DIM * 4 / 1e9
 
 
-def median_s(repeats, run):
+def median_s(repeats: int, run: Callable[[], object]) -> float:
     run()
-    times = []
+    times: list[float] = []
     for _ in range(repeats):
         start = time.perf_counter()
         run()
@@ -82,15 +89,15 @@ def median_s(repeats, run):
     return statistics.median(times)
 
 
-def check(case, native, reference):
+def check(case: Case, native: Kernels, reference: Kernels) -> float:
     worst = (case.run(native) - case.run(reference)).abs().max().item()
     if not worst <= WORST_ALLOWED:
         raise SystemExit(f"wrong: differs from the reference by {worst:g}, so it is not timed")
     return worst
 
 
-def time_sdpa(case, repeats):
-    """Time torch's SDPA on contiguous keys and values: what paging and gathering would cost 0."""
+def time_sdpa(case: Case, repeats: int) -> float | None:
+    """Time torch's SDPA on keys and values that lie in one piece; whole prompts only."""
     q = torch.randn(1, NUM_HEADS, case.rows, HEAD_DIM)
     k, v = (torch.randn(1, NUM_KV_HEADS, case.context, HEAD_DIM) for _ in "kv")
     if case.rows != case.context:
@@ -103,13 +110,13 @@ def time_sdpa(case, repeats):
     )
 
 
-def report_decodes(native, reference, repeats, layers):
+def report_decodes(native: Kernels, reference: Kernels, repeats: int, layers: int) -> None:
     print(f"decode, {layers} layers  native ms   GB/s   reference ms   worst difference")
     for sequences, context in DECODES:
         case = Case(sequences, 1, context, layers)
         worst = check(case, native, reference)
-        ours = median_s(repeats, lambda case=case: case.run(native))
-        theirs = median_s(1, lambda case=case: case.run(reference))
+        ours = median_s(repeats, partial(case.run, native))
+        theirs = median_s(1, partial(case.run, reference))
         rate = case.gigabytes * layers / ours
         print(
             f"{sequences:4d} x {context:5d}         {ours * 1e3:8.2f}  {rate:5.1f}   "
@@ -117,13 +124,13 @@ def report_decodes(native, reference, repeats, layers):
         )
 
 
-def report_prefills(native, reference, repeats):
+def report_prefills(native: Kernels, reference: Kernels, repeats: int) -> None:
     print("prefill, 1 layer     native ms  GFLOP/s   reference ms   SDPA ms   worst difference")
     for rows, context in PREFILLS:
         case = Case(1, rows, context, 1)
         worst = check(case, native, reference)
-        ours = median_s(repeats, lambda case=case: case.run(native))
-        theirs = median_s(repeats, lambda case=case: case.run(reference))
+        ours = median_s(repeats, partial(case.run, native))
+        theirs = median_s(repeats, partial(case.run, reference))
         sdpa = time_sdpa(case, repeats)
         shown = "-" if sdpa is None else f"{sdpa * 1e3:.2f}"
         print(
@@ -132,7 +139,7 @@ def report_prefills(native, reference, repeats):
         )
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=0, help="0: the cores at hand")
     parser.add_argument("--repeats", type=int, default=7)

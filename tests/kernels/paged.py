@@ -67,10 +67,11 @@ class Paged:
             (num_blocks, self.num_kv_heads, self.block_size, self.head_dim), NAN
         )
         for table, keys, values in zip(self.tables, self.keys, self.values, strict=True):
-            for position, (k, v) in enumerate(zip(keys, values, strict=True)):
-                block, offset = table[position // self.block_size], position % self.block_size
-                self.k_cache[block, :, :, offset] = k
-                self.v_cache[block, :, offset] = v
+            positions = torch.arange(keys.shape[0])
+            blocks = torch.tensor(table)[positions // self.block_size]
+            offsets = positions % self.block_size
+            self.k_cache[blocks, :, :, offsets] = keys
+            self.v_cache[blocks, :, offsets] = values
 
     @property
     def scale(self):

@@ -58,3 +58,15 @@ def test_the_largest_float16_is_taken(kernels):
     weight = torch.full((2, 2), 65504.0)
     y = kernels.pack_linear(weight, None, "float16")(torch.tensor([[1.0, 0.0]]))
     assert y.tolist() == [[65504.0, 65504.0]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_row_alone_gives_the_bits_it_gives_beside_another(kernels, dtype):
+    linear = kernels.pack_linear(torch.randn(576, 1536), torch.randn(576), dtype)
+    x = torch.randn(2, 1536)
+    assert torch.equal(linear(x[:1]), linear(x)[:1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_no_rows_are_no_error(kernels, dtype):
+    assert kernels.pack_linear(torch.randn(6, 8), None, dtype)(torch.zeros(0, 8)).shape == (0, 6)

@@ -6,22 +6,28 @@ Rules:
    themselves.
 2. A row's token depends on its own logits, parameters, seed and position, and on nothing else in
    the batch: one uniform number per token, from a counter-based hash of (seed, position), and the
-   inverse of the cumulative distribution.
+   inverse of the cumulative distribution in the order of token ids.
 3. The order is the one in `types.SamplingParams`: bias, min_tokens mask, penalties, temperature,
    top_k, top_p, min_p, draw. Log-probabilities are those of the raw logits.
-4. No sort of the vocabulary in the common case: filters look at the few hundred most likely tokens
-   first, and only rows that need more are sorted whole.
-5. A row whose logits are not finite is an error of that row alone.
+4. Filters are thresholds on the probability, so equally likely tokens stay or go together: which
+   of them a sort would put first never matters. Beyond a tie top_k keeps exactly k.
+5. No sort of the vocabulary in the common case: the threshold is sought among the few hundred most
+   likely tokens, and only rows where it lies deeper are sorted whole.
+6. A row that has no valid token (logits not finite, everything masked) is an error of that row
+   alone. Minus infinity is a valid logit: a token that is never drawn.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from tailrace.errors import EngineError
 from tailrace.types import TokenLogprobs
 
 if TYPE_CHECKING:
@@ -31,8 +37,11 @@ if TYPE_CHECKING:
 
     from tailrace.types import SamplingParams
 
-# Candidates looked at before a whole row is sorted; top_p 0.95 rarely needs more of them.
+# Candidates looked at before a whole row is sorted. The same for every batch: a row's way through
+# the filters must not depend on its neighbours.
 _CANDIDATES = 256
+# Tokens per partial sum of the draw. The vocabularies of Llama 3, Qwen and SmolLM2 are multiples.
+_SPAN = 128
 _MASK64 = (1 << 64) - 1
 
 
@@ -43,8 +52,9 @@ class Sampled:
     token_ids: Tensor
     """int64 [R]; 0 where the row is in `errors`."""
     logprobs: list[TokenLogprobs | None]
+    """None where the row did not ask, or is in `errors`."""
     errors: dict[int, str] = field(default_factory=dict)
-    """By row: why it has no valid token."""
+    """By row: why it has no valid token. Its slot's state has not moved."""
 
 
 @dataclass
@@ -53,8 +63,10 @@ class _Slot:
     seed: int
     position: int
     """Tokens drawn so far."""
-    blocked_ids: list[int]
-    """What may not be drawn before `min_tokens` are out."""
+    defect: str = ""
+    """Why nothing can be drawn with these parameters; such a row fails alone, when sampled."""
+    blocked_ids: Tensor | None = None
+    """int64, what may not be drawn before `min_tokens` are out; only where it is asked for."""
     bias_ids: Tensor | None = None
     bias: Tensor | None = None
     counts: Tensor | None = None
@@ -66,11 +78,12 @@ class _Slot:
     def is_plain(self) -> bool:
         """Whether the logits are used as they are."""
         return (
-            self.bias is None
-            and self.counts is None
-            and self.seen is None
-            and self.position >= self.params.min_tokens
+            self.bias is None and self.counts is None and self.seen is None and not self.is_blocking
         )
+
+    @property
+    def is_blocking(self) -> bool:
+        return self.blocked_ids is not None and self.position < self.params.min_tokens
 
     @property
     def is_greedy(self) -> bool:
@@ -89,17 +102,28 @@ class Sampler:
         num_slots: Slots are 0 to `num_slots` - 1.
         vocab_size: Length of a row of logits, V.
         eos_token_ids: Masked, with the request's stop ids, until `min_tokens` are out.
-        default_seed: Of the stream that gives requests without a seed theirs.
+        default_seed: Of the stream that gives requests without a seed theirs, in order of
+            admission: a replayed run repeats itself. A sequence without a seed goes on with
+            another one after a preemption.
+        device: Where the logits and the per-slot state live.
     """
 
     def __init__(
-        self, num_slots: int, vocab_size: int, eos_token_ids: Sequence[int], default_seed: int
+        self,
+        num_slots: int,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        default_seed: int,
+        *,
+        device: str | torch.device = "cpu",
     ) -> None:
         self.vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._slots: list[_Slot | None] = [None] * num_slots
         self._seeds = random.Random(default_seed)
+        self._device = torch.device(device)
 
+    @torch.inference_mode()
     def admit(
         self,
         slot: int,
@@ -114,125 +138,123 @@ class Sampler:
             params: How to draw.
             prompt_ids: Count for repetition_penalty.
             output_ids: Already drawn; they count for penalties, min_tokens and the position.
+
+        Raises:
+            EngineError: There is no such slot.
         """
+        self._check_slot(slot)
         state = _Slot(
             params=params,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             position=len(output_ids),
-            blocked_ids=sorted({*self._eos_token_ids, *params.stop_token_ids}),
+            defect=self._defect(params),
         )
-        if params.logit_bias:
-            state.bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
-            state.bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
-        if params.presence_penalty or params.frequency_penalty:
-            state.counts = torch.bincount(
-                torch.tensor(list(output_ids), dtype=torch.int64), minlength=self.vocab_size
+        if params.min_tokens:
+            state.blocked_ids = self._blocked_ids(params)
+        if params.logit_bias and not state.defect:
+            state.bias_ids = self._ids(params.logit_bias)
+            state.bias = torch.tensor(
+                list(params.logit_bias.values()), dtype=torch.float32, device=self._device
             )
+        if params.presence_penalty or params.frequency_penalty:
+            counts = torch.bincount(self._ids(output_ids), minlength=self.vocab_size)
+            state.counts = counts.to(torch.int32)
         if params.repetition_penalty != 1.0:
-            state.seen = torch.zeros(self.vocab_size, dtype=torch.bool)
-            state.seen[torch.tensor([*prompt_ids, *output_ids], dtype=torch.int64)] = True
+            known = {*prompt_ids, *output_ids}
+            state.seen = torch.zeros(self.vocab_size, dtype=torch.bool, device=self._device)
+            state.seen[self._ids(known)] = True
         self._slots[slot] = state
 
     def release(self, slot: int) -> None:
-        """Forget a slot's sequence."""
+        """Forget a slot's sequence; one that has none is no error.
+
+        Raises:
+            EngineError: There is no such slot.
+        """
+        self._check_slot(slot)
         self._slots[slot] = None
 
+    @torch.inference_mode()
     def sample(self, logits: Tensor, slots: Sequence[int]) -> Sampled:
         """Draw one token a row.
 
         Args:
             logits: float32 [R, V]; may be written to.
-            slots: The row's slots, admitted before.
+            slots: The rows' slots, admitted before, each at most once.
+
+        Raises:
+            EngineError: The logits have another shape than the slots and the vocabulary say, or a
+                slot is not admitted.
         """
+        if logits.shape != (len(slots), self.vocab_size):
+            raise EngineError(
+                f"logits {list(logits.shape)} for {len(slots)} slots and a vocabulary of "
+                f"{self.vocab_size}"
+            )
         states = [self._state(slot) for slot in slots]
-        errors = _unusable_rows(logits)
-        raw = {
-            row: logits[row].clone() if not state.is_plain else logits[row]
+        errors = _broken_rows(logits)
+        errors |= {row: state.defect for row, state in enumerate(states) if state.defect}
+        asking = [
+            row
             for row, state in enumerate(states)
             if state.params.logprobs is not None and row not in errors
-        }
+        ]
+        raw = logits[asking] if asking else None  # a copy, made before the logits are adjusted
         for row, state in enumerate(states):
-            if not state.is_plain and row not in errors:
+            if not state.is_plain:
                 _adjust(logits[row], state)
-        token_ids = self._draw(logits, states, errors)
-        scored = self._score(raw, states, token_ids)
-        for row, (state, token_id) in enumerate(zip(states, token_ids.tolist(), strict=True)):
+        token_ids = _draw(logits, states, errors)
+        scores = _scores(raw, asking, states, token_ids)
+        for row, state in enumerate(states):
             if row not in errors:
-                _advance(state, token_id)
-        return Sampled(token_ids, [scored.get(row) for row in range(len(states))], errors)
+                _advance(state, token_ids[row : row + 1])
+        logprobs = [None if row in errors else scores.get(row) for row in range(len(states))]
+        return Sampled(token_ids, logprobs, errors)
 
+    @torch.inference_mode()
     def prompt_logprobs(
         self, logits: Tensor, target_ids: Tensor, top_n: int
     ) -> list[TokenLogprobs]:
-        """Score known tokens: logits float32 [R, V], target_ids int64 [R]."""
-        return score_rows(logits, target_ids, [top_n] * len(target_ids))
+        """Score known tokens: logits float32 [R, V], target_ids int64 [R].
+
+        Logits that are not finite give NaN: the request's sampled row, which attends to the same
+        positions, is the one that reports the error.
+        """
+        return _score_rows(logits, target_ids, [top_n] * len(target_ids))
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < len(self._slots):
+            raise EngineError(f"sampler slot {slot}: slots are 0 to {len(self._slots) - 1}")
 
     def _state(self, slot: int) -> _Slot:
+        self._check_slot(slot)
         state = self._slots[slot]
         if state is None:
-            raise KeyError(f"sampler slot {slot} is not admitted")
+            raise EngineError(f"sampler slot {slot} is not admitted; admit it before sampling")
         return state
 
-    def _draw(self, logits: Tensor, states: list[_Slot], errors: dict[int, str]) -> Tensor:
-        greedy = logits.argmax(dim=-1)  # the lowest id on a tie
-        for row in errors:
-            greedy[row] = 0
-        drawn = [i for i, s in enumerate(states) if not s.is_greedy and i not in errors]
-        for filtered in (False, True):
-            rows = [i for i in drawn if states[i].is_filtered is filtered]
-            if rows:
-                chosen = [states[i] for i in rows]
-                index = torch.tensor(rows)
-                draw = _draw_filtered if filtered else _draw_unfiltered
-                greedy[index] = draw(_tempered(logits[index], chosen), chosen)
-        return greedy
+    def _defect(self, params: SamplingParams) -> str:
+        """Name an id that the front end should have refused: as an index it would end the step."""
+        for token_id in params.logit_bias:
+            if not 0 <= token_id < self.vocab_size:
+                return f"logit_bias: {token_id} is no token id; ids are 0 to {self.vocab_size - 1}"
+        return ""
 
-    @staticmethod
-    def _score(
-        raw: dict[int, Tensor], states: list[_Slot], token_ids: Tensor
-    ) -> dict[int, TokenLogprobs]:
-        if not raw:
-            return {}
-        rows = list(raw)
-        top_ns = [states[row].params.logprobs or 0 for row in rows]
-        scores = score_rows(torch.stack(list(raw.values())), token_ids[rows], top_ns)
-        return dict(zip(rows, scores, strict=True))
+    def _ids(self, ids: Sequence[int] | set[int] | dict[int, float]) -> Tensor:
+        return torch.tensor(list(ids), dtype=torch.int64, device=self._device)
 
-
-def score_rows(logits: Tensor, target_ids: Tensor, top_ns: Sequence[int]) -> list[TokenLogprobs]:
-    """Log-probabilities of one token a row, and of each row's most likely ones.
-
-    Args:
-        logits: float32 [R, V].
-        target_ids: int64 [R].
-        top_ns: How many of the most likely tokens each row reports.
-    """
-    logprobs = torch.log_softmax(logits, dim=-1)
-    targets = logprobs.gather(1, target_ids[:, None])
-    ranks = (logprobs > targets).sum(dim=1) + 1
-    widest = min(max(top_ns), logits.shape[1])
-    top = torch.topk(logprobs, widest, dim=-1) if widest else None
-    top_ids = top.indices.tolist() if top else [[]] * len(top_ns)
-    top_values = top.values.tolist() if top else [[]] * len(top_ns)
-    return [
-        TokenLogprobs(token_id, logprob, rank, ids[:n], values[:n])
-        for token_id, logprob, rank, n, ids, values in zip(
-            target_ids.tolist(),
-            targets[:, 0].tolist(),
-            ranks.tolist(),
-            top_ns,
-            top_ids,
-            top_values,
-            strict=True,
-        )
-    ]
+    def _blocked_ids(self, params: SamplingParams) -> Tensor:
+        # An id outside the vocabulary can never be drawn, so it needs no mask.
+        ids = {*self._eos_token_ids, *params.stop_token_ids}
+        return self._ids([i for i in ids if 0 <= i < self.vocab_size])
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on its arguments alone.
+    """Return a number in [0, 1) that depends on its arguments alone.
 
-    SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014),
-    applied to the seed and then to the position's place in that seed's sequence.
+    SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014):
+    the seed is mixed once, so that neighbouring seeds start far apart, and the position counts
+    steps of the golden-ratio increment from there. The top 53 bits make the float.
     """
     start = _mix(seed & _MASK64)
     return (_mix((start + (position + 1) * 0x9E3779B97F4A7C15) & _MASK64) >> 11) / (1 << 53)
@@ -244,11 +266,13 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _unusable_rows(logits: Tensor) -> dict[int, str]:
-    # One pass: a sum is finite unless a NaN or an infinity is in it.
-    finite = torch.isfinite(logits.sum(dim=-1)).tolist()
+def _broken_rows(logits: Tensor) -> dict[int, str]:
+    # The maximum is NaN where any logit is, and not finite where nothing can be drawn.
+    peaks = logits.amax(dim=-1).tolist()
     return {
-        row: "the model's logits are not finite" for row, is_ok in enumerate(finite) if not is_ok
+        row: f"the model's logits are not finite (the largest is {peak})"
+        for row, peak in enumerate(peaks)
+        if not math.isfinite(peak)
     }
 
 
@@ -257,8 +281,8 @@ def _adjust(row: Tensor, state: _Slot) -> None:
     params = state.params
     if state.bias is not None and state.bias_ids is not None:
         row[state.bias_ids] += state.bias
-    if state.position < params.min_tokens and state.blocked_ids:
-        row[torch.tensor(state.blocked_ids)] = -torch.inf
+    if state.is_blocking and state.blocked_ids is not None:
+        row[state.blocked_ids] = -torch.inf
     if state.seen is not None:
         penalty = params.repetition_penalty
         penalised = torch.where(row > 0, row / penalty, row * penalty)
@@ -268,7 +292,8 @@ def _adjust(row: Tensor, state: _Slot) -> None:
         row -= params.presence_penalty * (state.counts > 0)
 
 
-def _advance(state: _Slot, token_id: int) -> None:
+def _advance(state: _Slot, token_id: Tensor) -> None:
+    """Take in the drawn token, int64 [1], without waiting for the device."""
     state.position += 1
     if state.counts is not None:
         state.counts[token_id] += 1
@@ -276,68 +301,206 @@ def _advance(state: _Slot, token_id: int) -> None:
         state.seen[token_id] = True
 
 
-def _tempered(logits: Tensor, states: list[_Slot]) -> Tensor:
-    """Return unnormalised probabilities [R, V], the most likely one being 1."""
-    # The maximum is subtracted first: dividing by a tiny temperature could overflow otherwise.
-    shifted = logits - logits.amax(dim=-1, keepdim=True)
-    temperatures = torch.tensor([s.params.temperature for s in states])[:, None]
-    return torch.exp(shifted / temperatures)
+def _draw(logits: Tensor, states: list[_Slot], errors: dict[int, str]) -> Tensor:
+    """Return one id a row of adjusted logits, int64 [R]; note rows that have none in `errors`."""
+    token_ids = logits.argmax(dim=-1)  # the lowest id on a tie
+    if all(s.is_greedy and s.is_plain for s in states) and not errors:
+        return token_ids
+    peaks = logits.gather(1, token_ids[:, None])
+    for row, peak in enumerate(peaks[:, 0].tolist()):
+        if not math.isfinite(peak):
+            errors.setdefault(
+                row,
+                "no token can be drawn: after logit_bias, min_tokens and penalties the largest "
+                f"logit is {peak}",
+            )
+    if errors:
+        token_ids[list(errors)] = 0
+    rows = [i for i, s in enumerate(states) if not s.is_greedy and i not in errors]
+    if rows:
+        index = torch.tensor(rows, device=logits.device)
+        chosen = logits if len(rows) == len(states) else logits[index]
+        token_ids[index] = _draw_rows(chosen, peaks[index], [states[i] for i in rows])
+    return token_ids
 
 
-def _draw_unfiltered(weights: Tensor, states: list[_Slot]) -> Tensor:
-    return _invert(weights, states)
+def _draw_rows(logits: Tensor, peaks: Tensor, states: list[_Slot]) -> Tensor:
+    """Draw from logits [R, V], whose maxima are peaks [R, 1]: int64 [R]. Uses up the logits."""
+    # A temperature too small for float32 would be 0 there, and 0 / 0 is NaN.
+    tiny = torch.finfo(torch.float32).tiny
+    temperatures = torch.tensor([max(s.params.temperature, tiny) for s in states])
+    # The maximum is subtracted first, for a division by a tiny temperature would overflow.
+    weights = logits.sub_(peaks).div_(temperatures.to(logits.device)[:, None]).exp_()
+    filtered = [i for i, s in enumerate(states) if s.is_filtered]
+    if filtered:
+        thresholds = torch.zeros(len(states), 1, device=weights.device)
+        thresholds[filtered] = _thresholds(weights[filtered], [states[i] for i in filtered])
+        weights.mul_(weights >= thresholds)
+    draws = [uniform(s.seed, s.position) for s in states]
+    return _invert(weights, torch.tensor(draws, dtype=torch.float64, device=weights.device))
 
 
-def _draw_filtered(weights: Tensor, states: list[_Slot]) -> Tensor:
-    """Draw from what top_k, top_p and min_p leave: [R, V] -> int64 [R]."""
+def _thresholds(weights: Tensor, states: list[_Slot]) -> Tensor:
+    """Return the least weight that the filters keep, float32 [R, 1], for weights [R, V]."""
     vocab_size = weights.shape[1]
-    width = min(vocab_size, max(_CANDIDATES, *(s.params.top_k for s in states)))
-    top = torch.topk(weights, width, dim=-1)
-    totals = weights.sum(dim=-1, dtype=torch.float64)
-    kept, is_certain = _filter(top.values, totals, states)
-    tokens = top.indices.gather(1, _invert(kept, states)[:, None])[:, 0]
-    # Rows whose filters reach beyond the candidates are sorted whole.
-    for row in [] if width == vocab_size else (~is_certain).nonzero()[:, 0].tolist():
-        order = torch.sort(weights[row : row + 1], dim=-1, descending=True, stable=True)
-        kept, _ = _filter(order.values, totals[row : row + 1], states[row : row + 1])
-        tokens[row] = order.indices[0, _invert(kept, states[row : row + 1])[0]]
-    return tokens
+    width = min(vocab_size, _CANDIDATES)
+    limits = _Limits.of(states, weights)
+    ranked = torch.topk(weights, width, dim=-1).values
+    totals = _in_spans(weights).sum(dim=-1).sum(dim=-1, dtype=torch.float64)
+    found, is_certain = _cut(ranked, totals, limits, vocab_size)
+    if width < vocab_size:
+        for row in (~is_certain).nonzero()[:, 0].tolist():
+            whole = _sorted_down(weights[row : row + 1])
+            total = whole.sum(dim=-1, dtype=torch.float64)
+            found[row : row + 1], _ = _cut(whole, total, limits.row(row), vocab_size)
+    return found
 
 
-def _filter(ranked: Tensor, totals: Tensor, states: list[_Slot]) -> tuple[Tensor, Tensor]:
-    """Zero what the filters drop from weights sorted downwards.
+@dataclass
+class _Limits:
+    """The filters' parameters as columns [R, 1]; a filter that is off keeps all."""
+
+    top_k: Tensor
+    """int64"""
+    top_p: Tensor
+    """float64"""
+    min_p: Tensor
+    """float32, like the weights it is compared with"""
+
+    @classmethod
+    def of(cls, states: list[_Slot], weights: Tensor) -> _Limits:
+        rows, device = [s.params for s in states], weights.device
+        everything = weights.shape[1]
+        return cls(
+            torch.tensor([[min(p.top_k, everything) or everything] for p in rows], device=device),
+            torch.tensor(
+                [[p.top_p if p.top_p < 1.0 else torch.inf] for p in rows],
+                dtype=torch.float64,
+                device=device,
+            ),
+            torch.tensor([[p.min_p] for p in rows], dtype=torch.float32, device=device),
+        )
+
+    def row(self, row: int) -> _Limits:
+        part = slice(row, row + 1)
+        return _Limits(self.top_k[part], self.top_p[part], self.min_p[part])
+
+
+def _cut(ranked: Tensor, totals: Tensor, limits: _Limits, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Find the least weight to keep among the K largest weights of each row, sorted downwards.
+
+        ranked        1.0  .5  .5  .3  .1 | what lies beyond the K candidates
+        top_k = 2     keeps 1.0 .5 .5       the second weight is .5, and so is the third
+        top_p = .6    keeps 1.0 .5 .5       at the .5s the mass before is 1.0 of 2.4, less than .6
+        min_p = .4    keeps 1.0 .5 .5
 
     Args:
-        ranked: float32 [R, K], the K largest of each row.
-        totals: float64 [R], the sum over the whole row.
-        states: The rows' parameters.
+        ranked: float32 [R, K]; the first of each row is 1.
+        totals: float64 [R], of all weights of the row.
+        limits: The rows' parameters.
+        vocab_size: V; K = V means that nothing lies beyond.
 
     Returns:
-        The weights [R, K] with the dropped ones zero, and bool [R]: whether the K largest decide.
+        float32 [R, 1], and bool [R]: whether the candidates suffice to know it.
     """
     width = ranked.shape[1]
-    top_k = torch.tensor([s.params.top_k or _MASK64 >> 1 for s in states])[:, None]
-    top_p = torch.tensor([s.params.top_p for s in states], dtype=torch.float64)[:, None]
-    min_p = torch.tensor([s.params.min_p for s in states])[:, None]
-    kept = ranked * (torch.arange(width) < top_k)
-    sums = kept.cumsum(dim=-1, dtype=torch.float64)
-    # top_p is a share of what top_k left: of the candidates if it is among them, else of the row.
-    limits = top_p * torch.where(top_k <= width, sums[:, -1:], totals[:, None])
-    inside = (sums - kept) < limits
-    # top_p 1 keeps all: sums of one row in two orders need not agree to the last bit.
-    inside |= top_p >= 1.0
-    inside[:, 0] = True
-    result = kept * inside * (kept >= min_p * ranked[:, :1])
-    is_certain = (result[:, -1] == 0) | (top_k[:, 0] <= width)
-    return result, is_certain
+    kth = ranked.gather(1, limits.top_k.clamp(max=width) - 1)
+    in_top_k = ranked >= kth
+    sums = (ranked * in_top_k).cumsum(dim=-1, dtype=torch.float64)
+    before = torch.zeros_like(sums)
+    before[:, 1:] = sums[:, :-1]
+    keeps_all = limits.top_k >= vocab_size
+    # top_p is a share of what top_k left.
+    mass = torch.where(keeps_all, totals[:, None], sums[:, -1:])
+    inside = in_top_k & (before < limits.top_p * mass) & (ranked >= limits.min_p)
+    least = ranked.gather(1, inside.sum(dim=-1, keepdim=True).clamp(min=1) - 1)
+    # Unknown: a threshold, or a tie with it, that reaches the last candidate.
+    last = ranked[:, -1:]
+    is_certain = ((last < least) & (keeps_all | (last < kth))) | (last == 0)
+    return least, is_certain[:, 0]
 
 
-def _invert(weights: Tensor, states: list[_Slot]) -> Tensor:
-    """Return the index int64 [R] at which each row's cumulative weight passes u x total."""
-    sums = weights.cumsum(dim=-1, dtype=torch.float64)
-    draws = torch.tensor([uniform(s.seed, s.position) for s in states], dtype=torch.float64)
-    index = torch.searchsorted(sums, draws[:, None] * sums[:, -1:], right=True)[:, 0]
-    # u < 1, but u x total may round up to the total: the last token of any weight is meant then.
-    # (searchsorted from the right never stops on a zero weight elsewhere.)
-    last = (sums < sums[:, -1:]).sum(dim=-1)
-    return torch.minimum(index, last)
+def _sorted_down(row: Tensor) -> Tensor:
+    """Sort a row [1, V] of weights, the largest first."""
+    if row.device.type == "cpu":  # NumPy's vectorised sort is some four times as fast here
+        return torch.from_numpy(np.sort(row.numpy(), axis=-1)[:, ::-1].copy())
+    return torch.sort(row, dim=-1, descending=True).values
+
+
+def _in_spans(weights: Tensor) -> Tensor:
+    """View weights [R, V] as [R, ceil(V / span), span], padded with zeros where need be."""
+    padding = -weights.shape[1] % _SPAN
+    padded = torch.nn.functional.pad(weights, (0, padding)) if padding else weights
+    return padded.unflatten(-1, (-1, _SPAN))
+
+
+def _invert(weights: Tensor, draws: Tensor) -> Tensor:
+    """Return the first id at which each row's cumulative weight exceeds draw x total, int64 [R].
+
+    Two levels, for the running sum of a whole row in float64 would take longest of all:
+
+        spans     | .2  0 .1 | .3 .1  0 |  0 .3  0 |    weights in the order of ids
+        sums             .3         .7        1.0       draw .65 -> second span, .65 - .3 inside it
+        inside               .3 .4 .4                   .35 -> its second token
+
+    Args:
+        weights: float32 [R, V], at least one of each row above 0.
+        draws: float64 [R], in [0, 1).
+    """
+    spans = _in_spans(weights)
+    sums = spans.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    aims = draws[:, None] * sums[:, -1:]
+    span = _first_above(sums, aims)
+    before = torch.nn.functional.pad(sums, (1, 0)).gather(1, span)
+    inside = spans[torch.arange(len(spans), device=spans.device), span[:, 0]]
+    offset = _first_above(inside.cumsum(dim=-1, dtype=torch.float64), aims - before)
+    return (span * _SPAN + offset)[:, 0]
+
+
+def _first_above(sums: Tensor, aims: Tensor) -> Tensor:
+    """Return each row's first index int64 [R, 1] with sum > aim, or else where the total is met.
+
+    Either way the sum rises at that index, so a weight of 0 is never chosen. The aim is below the
+    total but for rounding, whether of draw x total or of the two levels' sums.
+    """
+    index = torch.searchsorted(sums, aims, right=True)
+    total_met = (sums < sums[:, -1:]).sum(dim=-1, keepdim=True)
+    return torch.minimum(index, total_met)
+
+
+def _scores(
+    raw: Tensor | None, rows: list[int], states: list[_Slot], token_ids: Tensor
+) -> dict[int, TokenLogprobs]:
+    """Score the drawn tokens of the rows that asked, by row; raw is float32 [len(rows), V]."""
+    if raw is None:
+        return {}
+    top_ns = [states[row].params.logprobs or 0 for row in rows]
+    return dict(zip(rows, _score_rows(raw, token_ids[rows], top_ns), strict=True))
+
+
+def _score_rows(logits: Tensor, target_ids: Tensor, top_ns: Sequence[int]) -> list[TokenLogprobs]:
+    """Score one token a row, and each row's top_ns[row] most likely ones.
+
+    Args:
+        logits: float32 [R, V].
+        target_ids: int64 [R].
+        top_ns: How many of the most likely tokens each row reports.
+    """
+    columns = target_ids[:, None]
+    logprobs = torch.log_softmax(logits, dim=-1)
+    ranks = (logits > logits.gather(1, columns)).sum(dim=-1) + 1
+    widest = min(max(top_ns, default=0), logits.shape[1])
+    top_ids = torch.topk(logits, widest, dim=-1).indices
+    top_logprobs = logprobs.gather(1, top_ids)
+    return [
+        TokenLogprobs(token_id, logprob, rank, ids[:n], values[:n])
+        for token_id, logprob, rank, n, ids, values in zip(
+            target_ids.tolist(),
+            logprobs.gather(1, columns)[:, 0].tolist(),
+            ranks.tolist(),
+            top_ns,
+            top_ids.tolist(),
+            top_logprobs.tolist(),
+            strict=True,
+        )
+    ]

@@ -37,18 +37,29 @@ class Loaded:
 
 def thread_count(asked: int) -> int:
     """Return the threads to compute with: those asked for, or the cores this process may use."""
-    return asked or len(os.sched_getaffinity(0))
+    return asked or len(_cores())
+
+
+def _cores() -> list[int]:
+    # The main thread's (its id is the process id), which floats; the runner's own is bound to one.
+    return sorted(os.sched_getaffinity(os.getpid()))
 
 
 def pin_threads(asked: int) -> None:
-    """Bind OpenMP's threads to cores; must run before torch is imported, which starts OpenMP.
+    """Bind OpenMP's threads to cores and bound their spinning; OpenMP reads this when it starts.
 
-    Unpinned and contended, a two-thread matrix product fell tenfold here (the threads of one team
-    shared a core). The binding holds for OpenMP's threads only; see `load` for this process's own.
+    OpenMP starts when torch is imported, and binds the thread that imports it: that is the
+    runner's (see worker.main), so the main thread keeps all cores to itself and floats.
+
+    A waiting thread spins for tens of microseconds, then sleeps. The default, spinning for ever,
+    wins nothing measurable on quiet cores, and where anything else runs on them (the front end
+    does) a step's few hundred barriers each cost a time slice: decode fell from 70 to 4 tokens/s.
+    Sleeping at once costs a third of the decode rate. See docs/performance.md.
     """
-    cores = sorted(os.sched_getaffinity(0))[: thread_count(asked)]
+    cores = _cores()[: thread_count(asked)]
     os.environ.setdefault("OMP_NUM_THREADS", str(len(cores)))
     os.environ.setdefault("GOMP_CPU_AFFINITY", " ".join(map(str, cores)))
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 
 def resolve(config: EngineConfig) -> Path:

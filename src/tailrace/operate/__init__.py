@@ -1,0 +1,1 @@
+"""Alerts, dashboards and diagnosis; empty in this version."""

@@ -1,0 +1,1 @@
+"""Several nodes; empty in this version."""

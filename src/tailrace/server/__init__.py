@@ -1,0 +1,1 @@
+"""The front end: HTTP in, token streams out. No torch here."""

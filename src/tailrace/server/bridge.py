@@ -56,6 +56,7 @@ class Bridge:
     Args:
         launcher: Starts engine processes.
         on_resolved: Told the model's folder each time an engine has found it.
+        on_stats: Told every report of the engine.
         clock: Monotonic seconds.
         silence_limit_s: See `SILENCE_LIMIT_S`.
         first_backoff_s: Wait before a restart; doubled at each failed one.
@@ -66,12 +67,14 @@ class Bridge:
         launcher: Launcher,
         *,
         on_resolved: Callable[[str], None],
+        on_stats: Callable[[EngineStats], None],
         clock: Clock = monotonic,
         silence_limit_s: float = SILENCE_LIMIT_S,
         first_backoff_s: float = FIRST_BACKOFF_S,
     ) -> None:
         self._launcher = launcher
         self._on_resolved = on_resolved
+        self._on_stats = on_stats
         self._clock = clock
         self._silence_limit_s = silence_limit_s
         self._first_backoff_s = first_backoff_s
@@ -255,6 +258,7 @@ class Bridge:
         match message:
             case EngineOutputs(outputs, stats):
                 self._stats = stats
+                self._on_stats(stats)
                 for output in outputs:
                     self._deliver(output)
             case ModelResolved(folder):

@@ -26,10 +26,11 @@ from tailrace.config import DEFAULT_MODEL
 from tailrace.errors import ConfigError, EngineError
 from tailrace.server.app import create_app
 from tailrace.server.bridge import Bridge
-from tailrace.server.connection import Connection
+from tailrace.server.connection import connection_class
 from tailrace.server.services import Services, TextServices
 from tailrace.server.supervisor import Launcher
 from tailrace.telemetry.metrics import Metrics
+from tailrace.telemetry.rates import RateWindow
 from tailrace.telemetry.request_log import RequestLog
 from tailrace.text.chat import ChatTemplate
 from tailrace.text.tokenizer import Tokenizer
@@ -91,13 +92,15 @@ def _assemble(config: Config) -> tuple[Services, Bridge]:
         if services.text is None:
             services.text = _text_services(config, Path(folder))
 
-    bridge = Bridge(Launcher(config.engine), on_resolved=load_text)
+    rates = RateWindow()
+    bridge = Bridge(Launcher(config.engine), on_resolved=load_text, on_stats=rates.add)
     services = Services(
         config=config,
         engine=bridge,
         metrics=Metrics(),
         request_log=RequestLog(config.server.request_log),
         started_s=monotonic(),
+        rates=rates,
     )
     return services, bridge
 
@@ -173,7 +176,7 @@ def _bind(host: str, port: int) -> socket.socket:
 def _uvicorn_config(services: Services) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(services),
-        http=Connection,
+        http=connection_class(services.config.server.header_timeout_s),
         ws="none",
         lifespan="off",
         log_config=None,

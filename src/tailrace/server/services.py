@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from tailrace.server.admission import Admission
+from tailrace.telemetry.rates import RateWindow
 
 if TYPE_CHECKING:
     from tailrace.config import Config
@@ -34,7 +38,10 @@ class Services:
         request_log: One record a request.
         text: None until the model's folder is known.
         draining: Set by SIGTERM: no new request is admitted.
+        admission: Counts the sequences in the house.
         started_s: Monotonic seconds at which the server began.
+        started_unix_s: The same moment's wall clock.
+        rates: How busy the engine was lately.
     """
 
     config: Config
@@ -42,5 +49,13 @@ class Services:
     metrics: Metrics
     request_log: RequestLog
     started_s: float
+    started_unix_s: float = field(default_factory=time.time)
+    rates: RateWindow = field(default_factory=RateWindow)
     text: TextServices | None = None
     draining: bool = False
+    admission: Admission = field(default_factory=Admission)
+
+    @property
+    def places(self) -> int:
+        """How many sequences may run or wait at once."""
+        return self.config.engine.max_batch_size + self.config.server.max_waiting

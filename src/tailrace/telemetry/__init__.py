@@ -1,0 +1,1 @@
+"""What is counted, logged and read of the machine."""

@@ -35,3 +35,10 @@ def test_a_file_is_read_and_its_format_named(tmp_path):
     assert [a.input_tokens for a in schedule.arrivals] == [5, 7]
     assert "tailrace format" in schedule.source
     assert "1 rows of zero tokens left out" in schedule.source
+    assert "prefixes" not in schedule.source
+
+
+def test_a_trace_of_shared_prefixes_says_that_they_are_not_reproduced(tmp_path):
+    file = tmp_path / "trace.jsonl"
+    file.write_text('{"timestamp": 0, "input_length": 5, "output_length": 6, "hash_ids": [1]}')
+    assert "prefixes not reproduced" in schedule_for(str(file), Shape(), seed=0).source

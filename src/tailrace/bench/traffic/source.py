@@ -29,7 +29,9 @@ def schedule_for(trace: str, shape: Shape, *, seed: int) -> Schedule:
         )
     found = read_trace(file)
     left_out = f", {found.left_out} rows of zero tokens left out" if found.left_out else ""
-    source = f"{file.name} ({found.format} format, {len(found.arrivals)} requests{left_out})"
+    prefixes = ", its shared prefixes not reproduced" if found.has_prefixes else ""
+    facts = f"{found.format} format, {len(found.arrivals)} requests{left_out}{prefixes}"
+    source = f"{file.name} ({facts})"
     return plan(found.arrivals, shape, source=source)
 
 

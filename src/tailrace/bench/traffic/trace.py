@@ -41,6 +41,8 @@ class Trace:
     format: str
     left_out: int
     """Rows of zero tokens."""
+    has_prefixes: bool
+    """Whether rows say which prefix blocks they share (`hash_ids`); they are not replayed."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,10 @@ def read_trace(file: Path) -> Trace:
     arrivals: list[Arrival] = []
     layout: _Layout | None = None
     left_out = 0
+    has_prefixes = False
     for line, row in rows(file):
         layout = layout or _layout_of(row, f"{file}:{line}")
+        has_prefixes = has_prefixes or "hash_ids" in row
         arrival = _arrival(row, layout, f"{file}:{line}")
         if arrival.input_tokens and arrival.output_tokens:
             arrivals.append(arrival)
@@ -108,7 +112,7 @@ def read_trace(file: Path) -> Trace:
             left_out += 1
     if layout is None or not arrivals:
         raise ConfigError(f"{file}: no requests in it")
-    return Trace(_from_zero(arrivals), layout.name, left_out)
+    return Trace(_from_zero(arrivals), layout.name, left_out, has_prefixes)
 
 
 def _from_zero(arrivals: list[Arrival]) -> tuple[Arrival, ...]:

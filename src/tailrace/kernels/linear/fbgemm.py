@@ -26,7 +26,6 @@ class Float16Linear:
         _check_range(weight_OI)
         weight_OI = weight_OI.float().contiguous()
         bias_O = None if bias_O is None else bias_O.float().contiguous()
-        # fbgemm takes no weight without a row or a column, nor does any model hold one.
         self._packed = torch.ops.quantized.linear_prepack_fp16(weight_OI, bias_O)
         bias_bytes = 0 if bias_O is None else bias_O.nbytes
         self._nbytes = weight_OI.numel() * 2 + bias_bytes

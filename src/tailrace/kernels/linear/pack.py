@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from tailrace.kernels.linear.fbgemm import Float16Linear
+from tailrace.kernels.linear.mkldnn import PackedFloat32Linear
 from tailrace.kernels.linear.reference import Float32Linear
 
 if TYPE_CHECKING:
@@ -21,4 +24,6 @@ def pack_linear(weight_OI: Tensor, bias_O: Tensor | None, dtype: WeightDtype) ->
     """
     if dtype == "float16":
         return Float16Linear(weight_OI, bias_O)
+    if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call] # torch's own gap
+        return PackedFloat32Linear(weight_OI, bias_O)
     return Float32Linear(weight_OI, bias_O)

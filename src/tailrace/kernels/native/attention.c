@@ -123,9 +123,11 @@ static void attend_tile(const attention_t *a, const tile_t *tile, const tile_t *
     float *out = rows->out + start * dim;
     float shrink[MAX_ROWS];
     if (bs >= WIDE)
-        PASTE(score_tile, WIDE)((int)count, q, tile->keys, tile->value_lines, bs, dim, rows->scores);
+        PASTE(score_tile, WIDE)((int)count, q, tile->keys, tile->value_lines, bs, dim,
+                                rows->scores);
     else
-        PASTE(score_tile, NARROW)((int)count, q, tile->keys, tile->value_lines, bs, dim, rows->scores);
+        PASTE(score_tile, NARROW)((int)count, q, tile->keys, tile->value_lines, bs, dim,
+                                  rows->scores);
     for (int64_t r = 0; r < count; r++)
         shrink[r] = weigh(rows->scores + r * TILE, limit[r], &rows->max[start + r],
                           &rows->sum[start + r]);
@@ -176,7 +178,7 @@ static void run_task(const attention_t *a, const task_t *task) {
             const int64_t count = min64(MAX_ROWS, num_rows - start);
             int64_t limit[MAX_ROWS];
             for (int64_t r = 0; r < count; r++) limit[r] = first_limit + (start + r) / group - at;
-            if (limit[count - 1] > 0) 
+            if (limit[count - 1] > 0)
                 attend_tile(a, &tiles[i], &tiles[i ^ 1], start, count, limit, &rows);
         }
     }
@@ -237,8 +239,8 @@ static int can_read(const batch_t *batch, int64_t block_size, int64_t num_blocks
            batch->query_starts[batch->num_sequences] == batch->num_rows;
 }
 
-/* Limits (head_dim a multiple of 8 up to
- * MAX_HEAD_DIM, block size 8, 16 or 32, groups up to MAX_TASK_ROWS) are the caller's to check. */
+/* The limits of the head shape (head_dim a multiple of 8 up to MAX_HEAD_DIM, blocks of 8, 16 or 32,
+ * groups up to MAX_TASK_ROWS) are the caller's to check: see heads.py. */
 int tailrace_paged_attention(const batch_t *batch, const float *q, const float *k_cache,
                              const float *v_cache, float *out, int64_t num_heads,
                              int64_t num_kv_heads, int64_t head_dim, int64_t block_size,

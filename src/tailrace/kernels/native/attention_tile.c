@@ -111,9 +111,10 @@ static void AT_W(score_tile)(int rows, const float *q, const float *const *k,
 /* Weighted values of a tile; returns the first column not done, for the narrower template. */
 static int64_t AT_W(value_tile)(int rows, const float *weights, const float *rescale,
                                 const float *const *values, const float *const *ahead,
-                                int64_t num_tokens, int64_t block_size, int64_t dim, int64_t column, float *out) {
+                                int64_t num_tokens, int64_t block_size, int64_t dim,
+                                int64_t column, float *out) {
     for (; column + VECTORS * W <= dim; column += VECTORS * W) {
-#define CALL(R)                                                                                 \
+#define CALL(R)                                                                                \
     AT_W(value_rows)(R, VECTORS, weights, rescale, values, ahead, num_tokens, block_size, dim, \
                      column, out)
         FOR_ROWS(CALL)

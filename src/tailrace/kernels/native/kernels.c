@@ -49,7 +49,7 @@
  * before the first. */
 #define FETCH(p) __builtin_prefetch(p, 0, 2)
 
-/* Load once: else the compiler reads memory again in each multiplication, which is what binds it. */
+/* Load once: else the compiler reads memory again for each product, and that is what binds it. */
 #if defined(__AVX512F__)
 #define IN_REGISTER(vector) __asm__("" : "+v"(vector))
 #elif defined(__x86_64__)

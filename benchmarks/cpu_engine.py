@@ -1,0 +1,158 @@
+"""The engine alone on the CPU, beside llama.cpp: prefill and decode tokens/s at 1, 8, 16 requests.
+
+    python benchmarks/cpu_engine.py --rounds 5 \
+        --llama-batched-bench build/bin/llama-batched-bench --gguf f16.gguf --gguf q4_1.gguf
+
+Each round runs every engine once, one after the other (A B C, A B C, ...), each in a process of its
+own; the table shows medians over the rounds and, for the peers, the median of the ratios taken
+round by round, so that a machine whose speed drifts does not decide.
+
+What is timed: n requests of 512 random prompt tokens each arrive at once and generate 32 tokens.
+Prefill: all prompt tokens over the time until the last request's first token. Decode: the tokens
+after that over the rest. llama-batched-bench measures the same two phases (`S_PP`, `S_TG`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+PROMPT_TOKENS = 512
+OUTPUT_TOKENS = 32
+REQUESTS = (1, 8, 16)
+
+
+@dataclass
+class Rates:
+    """Tokens a second at one number of requests."""
+
+    requests: int
+    prefill: float
+    decode: float
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.measure:
+        print(json.dumps([asdict(rates) for rates in measure_tailrace(arguments)]))
+        return
+    engines = {"tailrace": lambda: run_tailrace(arguments)}
+    for gguf in arguments.gguf:
+        engines[f"llama.cpp {Path(gguf).stem}"] = lambda gguf=gguf: run_llama(arguments, gguf)
+    rounds: dict[str, list[list[Rates]]] = {name: [] for name in engines}
+    for index in range(arguments.rounds):
+        for name, run in engines.items():
+            rounds[name].append(run())
+            shown = " ".join(
+                f"{r.requests}:{r.prefill:.0f}/{r.decode:.0f}" for r in rounds[name][-1]
+            )
+            print(f"round {index + 1} {name}: {shown}", flush=True)
+    print_table(rounds)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="float16")
+    parser.add_argument("--llama-batched-bench", default="")
+    parser.add_argument("--gguf", action="append", default=[])
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run_tailrace(arguments: argparse.Namespace) -> list[Rates]:
+    command = [sys.executable, __file__, "--measure", "--model", arguments.model]
+    command += ["--dtype", arguments.dtype, "--threads", str(arguments.threads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [Rates(**row) for row in json.loads(done.stdout.splitlines()[-1])]
+
+
+def run_llama(arguments: argparse.Namespace, gguf: str) -> list[Rates]:
+    context = max(REQUESTS) * (PROMPT_TOKENS + OUTPUT_TOKENS) + 64
+    command = [arguments.llama_batched_bench, "-m", gguf, "-c", str(context)]
+    command += ["-b", "2048", "-ub", "512", "-npp", str(PROMPT_TOKENS), "-ntg", str(OUTPUT_TOKENS)]
+    command += ["-npl", ",".join(map(str, REQUESTS)), "-t", str(arguments.threads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = re.findall(r"^\|\s*\d[^\n]*", done.stdout + done.stderr, re.MULTILINE)
+    cells = [[float(cell) for cell in row.strip("| ").split("|")] for row in rows]
+    # PP, TG, B, N_KV, T_PP s, S_PP t/s, T_TG s, S_TG t/s, T s, S t/s
+    return [Rates(int(row[2]), row[5], row[7]) for row in cells]
+
+
+def measure_tailrace(arguments: argparse.Namespace) -> list[Rates]:
+    from tailrace.config import EngineConfig
+    from tailrace.engine import setup
+
+    config = EngineConfig(
+        model_path=arguments.model,
+        dtype=arguments.dtype,
+        threads=arguments.threads,
+        max_batch_size=max(REQUESTS),
+        prefix_cache=False,
+    )
+    setup.pin_threads(config.threads)
+    with ThreadPoolExecutor(1) as executor:
+        folder = executor.submit(setup.resolve, config).result()
+        loaded = executor.submit(setup.load, config, folder).result()
+        setup.warm_up(config, loaded, executor.submit)
+        engine = setup.make_engine(config, loaded, executor.submit)
+        return [measure(engine, count) for count in REQUESTS]
+
+
+def measure(engine, count: int) -> Rates:
+    from tailrace.types import EngineRequest, SamplingParams
+
+    draw = random.Random(count)
+    for index in range(count):
+        prompt = [draw.randrange(100, engine.vocab_size) for _ in range(PROMPT_TOKENS)]
+        sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+        engine.add(
+            EngineRequest(
+                request_id=str(index), token_ids=prompt, sampling=sampling, arrival_s=float(index)
+            )
+        )
+    started = first = time.perf_counter()
+    begun: set[str] = set()
+    tokens = tokens_at_first = 0
+    while engine.has_work:
+        for output in engine.step():
+            tokens += len(output.token_ids)
+            begun.add(output.request_id)
+        if len(begun) == count and not tokens_at_first:
+            first, tokens_at_first = time.perf_counter(), tokens
+    ended = time.perf_counter()
+    return Rates(
+        count,
+        count * PROMPT_TOKENS / (first - started),
+        (tokens - tokens_at_first) / (ended - first),
+    )
+
+
+def print_table(rounds: dict[str, list[list[Rates]]]) -> None:
+    print(f"\n{'engine':<28}{'requests':>9}{'prefill tok/s':>15}{'decode tok/s':>14}   ours / it")
+    for name, runs in rounds.items():
+        for column, requests in enumerate(REQUESTS):
+            mine = [run[column] for run in rounds["tailrace"]]
+            rows = [run[column] for run in runs]
+            prefill = statistics.median(row.prefill for row in rows)
+            decode = statistics.median(row.decode for row in rows)
+            pairs = list(zip(mine, rows, strict=True))
+            ratio_p = statistics.median(a.prefill / b.prefill for a, b in pairs)
+            ratio_d = statistics.median(a.decode / b.decode for a, b in pairs)
+            ratios = f"   {ratio_p:.2f} prefill, {ratio_d:.2f} decode" if name != "tailrace" else ""
+            print(f"{name:<28}{requests:>9}{prefill:>15.0f}{decode:>14.0f}{ratios}")
+
+
+if __name__ == "__main__":
+    main()

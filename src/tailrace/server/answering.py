@@ -1,0 +1,216 @@
+"""From a Job to bytes on the wire: whole or streamed, watched for a client that goes away.
+
+    handler --+-- pump    generation.pieces --> emitter.put          (never waits for the client)
+              +-- writer  emitter --> send                           (waits for the client)
+              '-- gone    the connection's end
+
+Whichever of "writer" and "gone" ends first ends the request; a pump that finds the client too far
+behind ends it too. The head of a stream is sent with its first piece, so that what fails before
+is answered with a proper status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import structlog
+
+from tailrace.errors import RequestError, TailraceError
+from tailrace.server.emitter import Emitter
+from tailrace.server.generation import Generation
+from tailrace.server.openai_format import event
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Coroutine
+
+    from tailrace.server.choice import Piece
+    from tailrace.server.generation import Job
+    from tailrace.server.http import Request
+    from tailrace.server.services import Services, TextServices
+
+log = structlog.get_logger("tailrace.answering")
+
+_T = TypeVar("_T")
+
+
+class Format(Protocol):
+    """How one route writes its answers."""
+
+    every_token: bool
+    """Whether a token without text of its own is an event."""
+
+    def opening(self) -> bytes:
+        """Return what a stream begins with."""
+        ...
+
+    def event(self, piece: Piece) -> bytes:
+        """Return a piece as events of a stream."""
+        ...
+
+    def closing(self, generation: Generation) -> bytes:
+        """Return what a stream ends with."""
+        ...
+
+    def whole(self, pieces: list[Piece], generation: Generation) -> bytes:
+        """Return the JSON of an answer that does not stream; one piece for each choice."""
+        ...
+
+
+class SlowReaderError(TailraceError):
+    """The client takes its stream more slowly than it is generated, and is too far behind."""
+
+
+async def answer(
+    services: Services, request: Request, text: TextServices, job: Job, form: Format
+) -> None:
+    """Run a job and send its answer.
+
+    Raises:
+        RequestError: It failed before anything was sent.
+    """
+    generation = Generation(services, text.tokenizer, job)
+    try:
+        generation.start()
+        if job.terms.is_streaming:
+            await _stream(services, request, generation, form)
+        else:
+            await _whole(request, generation, form)
+    except SlowReaderError as error:
+        generation.close("slow_reader")
+        log.warning("slow_reader", request_id=job.request_id, error=str(error))
+        request.drop()
+    except RequestError:
+        generation.close("error")
+        raise
+    finally:
+        # Only what was cut off is still open here: the client went, or the server ends.
+        generation.close("disconnect")
+
+
+async def _whole(request: Request, generation: Generation, form: Format) -> None:
+    async with _watched(request, _collect(generation)) as (collecting, gone):
+        await asyncio.wait({collecting, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not collecting.done():
+            return
+        pieces = collecting.result()
+        generation.close()
+        await request.send_json_bytes(200, form.whole(pieces, generation))
+
+
+async def _collect(generation: Generation) -> list[Piece]:
+    """Return one piece for each choice, in order."""
+    choices: dict[int, Piece] = {}
+    async with contextlib.aclosing(generation.pieces()) as pieces:
+        async for piece in pieces:
+            if piece.index in choices:
+                choices[piece.index].absorb(piece)
+            else:
+                choices[piece.index] = piece
+    return [choices[index] for index in sorted(choices)]
+
+
+async def _stream(
+    services: Services, request: Request, generation: Generation, form: Format
+) -> None:
+    emitter = Emitter(
+        request.write, form.event, limit_bytes=services.config.server.stream_buffer_bytes
+    )
+    async with (
+        _watched(request, _pump(generation, form, emitter)) as (pump, gone),
+        _running(_write(request, generation, form, emitter, pump)) as writer,
+    ):
+        await asyncio.wait({pump, writer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if pump.done() and isinstance(pump.exception(), SlowReaderError):
+            pump.result()
+        await asyncio.wait({writer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if writer.done():
+            writer.result()
+            generation.close()
+
+
+async def _pump(generation: Generation, form: Format, emitter: Emitter) -> None:
+    """Move pieces from the engine to the emitter."""
+    try:
+        async with contextlib.aclosing(generation.pieces()) as pieces:
+            stream = pieces if form.every_token else _spoken(pieces)
+            async for piece in stream:
+                if not emitter.put(piece):
+                    raise SlowReaderError(
+                        f"{emitter.pending_bytes} bytes wait for the client (stream-buffer-bytes)"
+                    )
+    finally:
+        emitter.complete()
+
+
+async def _spoken(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+    """Let a piece without text wait for the next of its choice."""
+    held: dict[int, Piece] = {}
+    async for piece in pieces:
+        whole = held.pop(piece.index, piece)
+        if whole is not piece:
+            whole.absorb(piece)
+        if whole.text or whole.finish_reason is not None:
+            yield whole
+        else:
+            held[piece.index] = whole
+
+
+async def _write(
+    request: Request,
+    generation: Generation,
+    form: Format,
+    emitter: Emitter,
+    pump: asyncio.Task[None],
+) -> None:
+    """Move bytes from the emitter to the client."""
+    if not await emitter.wait():
+        await pump  # nothing was sent yet, so its error is the answer
+    await request.start_stream()
+    opening = form.opening()
+    if opening:
+        await request.write(opening)
+    await emitter.run()
+    try:
+        await pump
+    except RequestError as error:
+        generation.close("error")
+        await request.finish(_error_event(error))
+    else:
+        generation.close()
+        await request.finish(form.closing(generation))
+
+
+def _error_event(error: RequestError) -> bytes:
+    """Return the event that ends a stream which failed midway."""
+    return event(
+        {
+            "error": {
+                "message": error.message,
+                "type": "server_error",
+                "param": error.param,
+                "code": error.code,
+            }
+        }
+    )
+
+
+@contextlib.asynccontextmanager
+async def _watched(
+    request: Request, work: Coroutine[None, None, _T]
+) -> AsyncIterator[tuple[asyncio.Task[_T], asyncio.Task[None]]]:
+    """Run `work` beside a watch for the connection's end."""
+    async with _running(work) as working, _running(request.disconnected()) as gone:
+        yield working, gone
+
+
+@contextlib.asynccontextmanager
+async def _running(work: Coroutine[None, None, _T]) -> AsyncIterator[asyncio.Task[_T]]:
+    """Run `work` as a task that does not outlive the block."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

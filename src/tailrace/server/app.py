@@ -1,0 +1,86 @@
+"""The ASGI application: one table of routes, and what every exchange has in common."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import structlog
+
+from tailrace.errors import RequestError, nearest
+from tailrace.server import (
+    routes_generate,
+    routes_openai,
+    routes_operations,
+    routes_text,
+)
+from tailrace.server.auth import check_key
+from tailrace.server.cors import allow_origin, answer_preflight, is_preflight
+from tailrace.server.http import Request
+from tailrace.server.ingest import ClientGoneError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from tailrace.server.http import Handler, Receive, Scope, Send
+    from tailrace.server.services import Services
+
+log = structlog.get_logger("tailrace.app")
+
+ROUTES: dict[tuple[str, str], Handler] = {
+    **routes_openai.ROUTES,
+    **routes_generate.ROUTES,
+    **routes_text.ROUTES,
+    **routes_operations.ROUTES,
+}
+
+
+def create_app(services: Services) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+    """Return the application over these services."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"no {scope['type']} here")
+        request = Request(scope, receive, send, services.config.server)
+        try:
+            await _answer(services, request)
+        except ClientGoneError:
+            log.debug("client_gone", path=request.path, request_id=request.request_id)
+        except Exception as error:
+            if not isinstance(error, RequestError):
+                log.exception("request_failed", path=request.path, request_id=request.request_id)
+                error = RequestError("the server failed at this request", status=500)
+            await _answer_error(request, error)
+
+    return app
+
+
+async def _answer(services: Services, request: Request) -> None:
+    config = services.config.server
+    allow_origin(request, config.cors_origins)
+    if is_preflight(request):
+        methods = [method for method, path in ROUTES if path == request.path]
+        await answer_preflight(request, [*methods, "OPTIONS"])
+        return
+    check_key(request, config.api_key)
+    await _route(request)(services, request)
+
+
+async def _answer_error(request: Request, error: RequestError) -> None:
+    if request.is_answered:
+        request.drop()  # half an answer is out: only the connection's end can tell of a failure
+    else:
+        await request.send_error(error)
+
+
+def _route(request: Request) -> Handler:
+    method = "GET" if request.method == "HEAD" else request.method
+    handler = ROUTES.get((method, request.path))
+    if handler is not None:
+        return handler
+    methods = sorted(method for method, path in ROUTES if path == request.path)
+    if methods:
+        request.add_header(b"allow", ", ".join(methods).encode())
+        raise RequestError(f"{request.path} takes {', '.join(methods)}", status=405)
+    shown = request.path[:200]
+    hint = nearest(request.path, {path for _, path in ROUTES})
+    raise RequestError(f"there is nothing at {shown}{hint}", status=404)

@@ -1,0 +1,97 @@
+"""uvicorn's HTTP connection with what it lacks: a deadline and a bound for request heads, a drop.
+
+uvicorn closes idle connections between requests, but not one whose request head never completes,
+and it bounds a head by memory alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from tailrace.server.http import DROP_EXTENSION
+
+if TYPE_CHECKING:
+    from asyncio import TimerHandle
+
+MAX_HEAD_BYTES = 64 * 1024
+_TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+    b"content-length: 0\r\nconnection: close\r\n\r\n"
+)
+
+
+class Connection(HttpToolsProtocol):
+    """One client connection.
+
+    A head is under way from the connection's start, and from a later request's first byte, until
+    its blank line. While it is, a timer runs and its bytes are counted.
+    """
+
+    header_timeout_s: float = 10.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_timer: TimerHandle | None = None
+        self._head_bytes = 0
+        self._in_head = True
+
+    def connection_made(self, transport: Any) -> None:
+        """Start the first head's deadline."""
+        super().connection_made(transport)
+        self._start_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the deadline."""
+        self._end_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Count a head's bytes before the parser stores them."""
+        if self._in_head:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        # Still in the head after all of that: none of those bytes belonged to a body.
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.transport.write(_TOO_LARGE)
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        """A request's first byte has come."""
+        super().on_message_begin()
+        if not self._in_head:
+            self._start_head()
+
+    def on_headers_complete(self) -> None:
+        """The head is whole: stop its deadline, offer the application to drop the connection."""
+        self._end_head()
+        self.scope["extensions"] = {DROP_EXTENSION: self.transport.abort}  # type: ignore[typeddict-item] # ours
+        super().on_headers_complete()
+
+    def _start_head(self) -> None:
+        self._in_head = True
+        self._head_bytes = 0
+        if self._head_timer is None:
+            loop = asyncio.get_running_loop()
+            self._head_timer = loop.call_later(self.header_timeout_s, self._close_stalled)
+
+    def _end_head(self) -> None:
+        self._in_head = False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _close_stalled(self) -> None:
+        self._head_timer = None
+        if not self.transport.is_closing():
+            self.transport.write(
+                b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.close()
+
+
+def connection_class(header_timeout_s: float) -> type[Connection]:
+    """Return the connection class with a deadline for request heads, in seconds."""
+    return type("Connection", (Connection,), {"header_timeout_s": header_timeout_s})

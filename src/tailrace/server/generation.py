@@ -1,0 +1,247 @@
+"""One HTTP request at the engine: k prompts times n choices, merged into one stream of pieces.
+
+    Job --start--> k*n EngineRequests --queues--> Choice.take --> pieces --> close(reason)
+
+Rules
+1. Whatever ends a generation (end, error, disconnect, slow reader), `close` aborts what is still
+   open at the engine and writes the one record; it is safe to call twice.
+2. A stop string ends a choice here, so the engine is told at once.
+3. Times are monotonic. What only the engine knows (when it was scheduled) comes with its last
+   output, hence is missing for a choice that a stop string ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tailrace.clock import monotonic
+from tailrace.errors import RequestError
+from tailrace.server.choice import Choice, Piece
+from tailrace.server.engine_client import EngineState
+from tailrace.server.protocol import PromptTokensDetails, Usage
+from tailrace.server.sampling import for_choice
+from tailrace.types import EngineRequest
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tailrace.clock import Clock
+    from tailrace.server.engine_client import OutputQueue
+    from tailrace.server.prompts import Prompt
+    from tailrace.server.sampling import Terms
+    from tailrace.server.services import Services
+    from tailrace.text.tokenizer import Tokenizer
+    from tailrace.types import RequestTimes, SamplingParams, TokenOutput
+
+ENGINE_RETRY_AFTER_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A request, checked and tokenised."""
+
+    request_id: str
+    route: str
+    prompts: list[Prompt]
+    sampling: list[SamplingParams]
+    """One for each prompt."""
+    terms: Terms
+    drops_output: bool = False
+    """Of a request for no tokens: the one that the engine must make is thrown away."""
+    received_s: float
+    """When the HTTP request's head had come."""
+    prompt_ready_s: float
+
+    @property
+    def n(self) -> int:
+        """Choices of each prompt."""
+        return self.terms.n
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts; each counts once, whatever `n`."""
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+
+@dataclass
+class Times:
+    """When things happened, in monotonic seconds; None: it did not, or is not known."""
+
+    received_s: float
+    prompt_ready_s: float
+    submitted_s: float | None = None
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+    """First token of any choice, as this process got it."""
+    last_token_s: float | None = None
+    finished_s: float | None = None
+
+
+@dataclass
+class _Member:
+    """One sequence at the engine."""
+
+    request_id: str
+    choice: Choice
+    queue: OutputQueue
+    last_token_s: float | None = None
+    times: RequestTimes | None = None
+
+
+@dataclass
+class Generation:
+    """Runs one job.
+
+    Args:
+        services: The engine and the telemetry.
+        tokenizer: The model's.
+        job: What to generate.
+        clock: Monotonic seconds.
+    """
+
+    services: Services
+    tokenizer: Tokenizer
+    job: Job
+    clock: Clock = monotonic
+    completion_tokens: int = 0
+    preemptions: int = 0
+    finish_reason: str = ""
+    """Why it ended: stop, length, or what `close` was told."""
+    _members: list[_Member] = field(default_factory=list)
+    _is_closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.times = Times(self.job.received_s, self.job.prompt_ready_s)
+
+    def start(self) -> None:
+        """Submit every sequence.
+
+        Raises:
+            RequestError: The engine is not ready.
+        """
+        self.times.submitted_s = self.clock()
+        for index in range(len(self.job.prompts) * self.job.n):
+            self._submit(index)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yield what each engine output brings, until every choice is finished.
+
+        Raises:
+            RequestError: 500, the engine failed in this request; 503, it died or is going down.
+        """
+        if len(self._members) == 1:
+            member = self._members[0]
+            while not member.choice.is_finished:
+                yield self._take(member, await member.queue.get())
+            return
+        async with self._merged() as outputs:
+            while not all(member.choice.is_finished for member in self._members):
+                member, output = await outputs.get()
+                if not member.choice.is_finished:
+                    yield self._take(member, output)
+
+    def usage(self) -> Usage:
+        """Return what the request cost so far."""
+        prompt, completion = self.job.prompt_tokens, self.completion_tokens
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(self.cached_tokens),
+        )
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache, by the first choice of each prompt."""
+        firsts = self._members[:: self.job.n]
+        return sum(member.times.cached_tokens for member in firsts if member.times)
+
+    def close(self, reason: str | None = None) -> None:
+        """End: abort what is open at the engine. The first reason counts."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.times.finished_s = self.clock()
+        self.finish_reason = reason or self.finish_reason
+        still_open = [m.request_id for m in self._members if not m.choice.is_finished]
+        if still_open:
+            self.services.engine.abort(still_open)
+
+    def _submit(self, index: int) -> None:
+        job = self.job
+        prompt_index, choice_index = divmod(index, job.n)
+        sampling = job.sampling[prompt_index]
+        request = EngineRequest(
+            request_id=f"{job.request_id}-{index}",
+            token_ids=job.prompts[prompt_index].token_ids,
+            sampling=for_choice(sampling, choice_index),
+            arrival_s=self.clock(),
+            priority=job.terms.priority,
+            cache_salt=job.terms.cache_salt,
+        )
+        choice = Choice(index, self.tokenizer, job.terms.text_rules, sampling.stop_token_ids)
+        queue = self.services.engine.submit(request)
+        self._members.append(_Member(request.request_id, choice, queue))
+
+    @contextlib.asynccontextmanager
+    async def _merged(self) -> AsyncIterator[asyncio.Queue[tuple[_Member, TokenOutput]]]:
+        """Forward all members' outputs into one queue."""
+        merged: asyncio.Queue[tuple[_Member, TokenOutput]] = asyncio.Queue()
+
+        async def forward(member: _Member) -> None:
+            while True:
+                output = await member.queue.get()
+                merged.put_nowait((member, output))
+                if output.finish_reason is not None:
+                    return
+
+        tasks = [asyncio.create_task(forward(member)) for member in self._members]
+        try:
+            yield merged
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _take(self, member: _Member, output: TokenOutput) -> Piece:
+        if output.finish_reason in ("error", "abort"):
+            member.choice.is_finished = True
+            raise self._failure(output)
+        self._stamp(member, output)
+        piece = member.choice.take(output)
+        if self.job.drops_output:
+            piece = Piece(
+                piece.index, prompt_logprobs=piece.prompt_logprobs, finish_reason="length"
+            )
+        self.completion_tokens += len(piece.token_ids)
+        if piece.finish_reason is not None:
+            self.finish_reason = piece.finish_reason
+            if output.finish_reason is None:
+                self.services.engine.abort([member.request_id])
+        return piece
+
+    def _stamp(self, member: _Member, output: TokenOutput) -> None:
+        if output.times is not None:
+            member.times = output.times
+            self.preemptions += output.times.preemptions
+            if self.times.scheduled_s is None:
+                self.times.scheduled_s = output.times.scheduled_s
+        if not output.token_ids:
+            return
+        now = self.clock()
+        if self.times.first_token_s is None:
+            self.times.first_token_s = now
+        if member.last_token_s is not None:
+            self.services.metrics.observe_token_gap(now - member.last_token_s)
+        member.last_token_s = self.times.last_token_s = now
+
+    def _failure(self, output: TokenOutput) -> RequestError:
+        message = output.error or "the request was ended by the server: it is going down"
+        is_alive = self.services.engine.state is EngineState.READY
+        if is_alive and output.finish_reason == "error":
+            return RequestError(message, status=500, code="engine_error")
+        return RequestError(
+            message, status=503, code="engine_unavailable", retry_after_s=ENGINE_RETRY_AFTER_S
+        )

@@ -1,0 +1,170 @@
+"""One HTTP exchange: what came, and how to answer it, over plain ASGI."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from tailrace.server import ingest
+
+if TYPE_CHECKING:
+    from tailrace.config import ServerConfig
+    from tailrace.errors import RequestError
+    from tailrace.server.services import Services
+
+Scope = dict[str, Any]
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Header = tuple[bytes, bytes]
+
+DROP_EXTENSION = "tailrace.drop"
+"""In the scope's extensions: closes the connection at once (see connection.py)."""
+
+_T = TypeVar("_T")
+_REQUEST_ID_CHARS = 128
+
+
+class Request:
+    """One request and its answer.
+
+    Attributes:
+        method: Upper case.
+        path: Decoded.
+        headers: By lower-case name; the last of equal names counts.
+        request_id: The client's X-Request-Id, or one of ours.
+        is_answered: Whether the head of an answer was sent.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, config: ServerConfig) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1")
+            for name, value in scope["headers"]
+        }
+        self.request_id = _request_id(self.headers.get("x-request-id"))
+        self.is_answered = False
+        self._has_body = False
+        self._extra_headers: list[Header] = [(b"x-request-id", self.request_id.encode("latin-1"))]
+        self._drop: Callable[[], None] | None = scope.get("extensions", {}).get(DROP_EXTENSION)
+        self._receive = receive
+        self._send = send
+        self._config = config
+
+    def add_header(self, name: bytes, value: bytes) -> None:
+        """Send one more header with the answer."""
+        self._extra_headers.append((name, value))
+
+    async def body(self) -> bytes:
+        """Read the whole body, once.
+
+        Raises:
+            RequestError: 408 or 413.
+            ClientGoneError: The client left before its end.
+        """
+        body = await ingest.read_body(
+            self._receive,
+            self.headers.get("content-length"),
+            max_bytes=self._config.max_body_bytes,
+            timeout_s=self._config.body_timeout_s,
+        )
+        self._has_body = True
+        return body
+
+    async def decode(self, kind: type[_T]) -> _T:
+        """Read the body as JSON of a type.
+
+        Raises:
+            RequestError: 400, with `param` where a field is at fault; 408 or 413.
+        """
+        return ingest.decode(await self.body(), kind)
+
+    async def disconnected(self) -> None:
+        """Wait until the client is gone (or the answer complete)."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    def drop(self) -> None:
+        """Close the connection at once, whatever is under way."""
+        if self._drop is not None:
+            self._drop()
+
+    async def send_json(self, status: int, value: Any) -> None:
+        """Answer with a value as JSON."""
+        await self.send_json_bytes(status, msgspec.json.encode(value))
+
+    async def send_json_bytes(self, status: int, data: bytes) -> None:
+        """Answer with JSON that is encoded already."""
+        await self.send_bytes(status, data, b"application/json")
+
+    async def send_bytes(self, status: int, data: bytes, content_type: bytes) -> None:
+        """Answer with one body."""
+        length = str(len(data)).encode()
+        await self._start(status, [(b"content-type", content_type), (b"content-length", length)])
+        body = b"" if self.method == "HEAD" else data
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def send_error(self, error: RequestError) -> None:
+        """Answer with an error in OpenAI's shape."""
+        if error.retry_after_s is not None:
+            # Whole seconds, rounded up: a client that obeys is not too early.
+            self.add_header(b"retry-after", str(max(1, int(error.retry_after_s + 0.999))).encode())
+        await self.send_json_bytes(error.status, error_body(error))
+
+    async def start_stream(self) -> None:
+        """Begin an answer of server-sent events."""
+        await self._start(
+            200,
+            [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"),  # a proxy would hold events back
+            ],
+        )
+
+    async def write(self, data: bytes) -> None:
+        """Send a part of a stream; blocks while the client is behind."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def finish(self, data: bytes = b"") -> None:
+        """Send a stream's last part."""
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def _start(self, status: int, headers: list[Header]) -> None:
+        self.is_answered = True
+        if not self._has_body and self.method in ("POST", "PUT", "PATCH"):
+            # Bytes of an unread body may follow: this connection serves no further request.
+            headers.append((b"connection", b"close"))
+        start = {"type": "http.response.start", "status": status}
+        await self._send(start | {"headers": headers + self._extra_headers})
+
+
+Handler = Callable[["Services", Request], Awaitable[None]]
+"""A route: sends exactly one answer through the request."""
+
+
+def error_body(error: RequestError) -> bytes:
+    """Return OpenAI's JSON for an error."""
+    described = {
+        "message": error.message,
+        "type": _error_type(error.status),
+        "param": error.param,
+        "code": error.code or HTTPStatus(error.status).phrase.lower().replace(" ", "_"),
+    }
+    return msgspec.json.encode({"error": described})
+
+
+def _error_type(status: int) -> str:
+    named = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    return named.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
+def _request_id(given: str | None) -> str:
+    if given and len(given) <= _REQUEST_ID_CHARS and given.isascii() and given.isprintable():
+        return given
+    return uuid.uuid4().hex

@@ -1,0 +1,243 @@
+"""Pieces to OpenAI's answers: whole ones, and the events of a stream.
+
+A stream is: (chat) a role chunk for each choice, text chunks, one finish_reason for each choice,
+with `include_usage` a chunk without choices, `[DONE]`. The first chunk of a completion with `echo`
+is its prompt.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import UNSET
+
+from tailrace.server.logprobs import CompletionScores, chat_logprobs, joined, prompt_logprobs
+from tailrace.server.protocol import (
+    Answer,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatMessage,
+    CompletionChoice,
+    CompletionLogprobs,
+    PromptLogprobs,
+)
+
+if TYPE_CHECKING:
+    from msgspec import UnsetType
+
+    from tailrace.server.choice import Piece
+    from tailrace.server.generation import Generation, Job
+    from tailrace.text.tokenizer import Tokenizer
+
+_ENCODER = msgspec.json.Encoder()
+DONE = b"data: [DONE]\n\n"
+
+
+def event(value: Any) -> bytes:
+    """Return a server-sent event that holds `value` as JSON."""
+    return b"data: " + _ENCODER.encode(value) + b"\n\n"
+
+
+def json_bytes(value: Any) -> bytes:
+    """Return `value` as JSON; fields that are UNSET are left out."""
+    return _ENCODER.encode(value)
+
+
+@dataclass(kw_only=True)
+class OpenAIFormat:
+    """What both forms share."""
+
+    job: Job
+    tokenizer: Tokenizer
+    model: str
+    wants_logprobs: bool = False
+    wants_token_ids: bool = False
+    wants_prompt_logprobs: bool = False
+    includes_usage: bool = False
+    every_token = False
+    """A token without text of its own (half a character) waits for the next."""
+    # Unix time: a date for people, so the clock that may jump is the right one.
+    created: int = field(default_factory=lambda: int(time.time()))
+    _begun: set[int] = field(default_factory=set)
+
+    def envelope(self, kind: str, choices: list[Any]) -> Answer:
+        """Return an answer or a chunk around `choices`."""
+        return Answer(
+            id=self.job.request_id,
+            object=kind,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=None if self.includes_usage else UNSET,
+        )
+
+    def tail(self, kind: str, generation: Generation) -> bytes:
+        """Return the end of a stream."""
+        if not self.includes_usage:
+            return DONE
+        chunk = self.envelope(kind, [])
+        chunk.usage = generation.usage()
+        return event(chunk) + DONE
+
+    def begins(self, index: int) -> bool:
+        """Say whether this is the choice's first piece; True once."""
+        if index in self._begun:
+            return False
+        self._begun.add(index)
+        return True
+
+    def token_ids(self, piece: Piece) -> list[int] | UnsetType:
+        """Return the piece's ids where they were asked for."""
+        return piece.token_ids if self.wants_token_ids else UNSET
+
+    def prompt_ids(self, index: int) -> list[int] | UnsetType:
+        """Return the ids of a choice's prompt where they were asked for."""
+        if not self.wants_token_ids:
+            return UNSET
+        return self.job.prompts[index // self.job.n].token_ids
+
+    def prompt_scores(self, piece: Piece) -> PromptLogprobs | UnsetType:
+        """Return the prompt's log-probabilities where they were asked for."""
+        if not self.wants_prompt_logprobs or piece.prompt_logprobs is None:
+            return UNSET
+        return prompt_logprobs(self.tokenizer, piece.prompt_logprobs)
+
+
+@dataclass(kw_only=True)
+class CompletionFormat(OpenAIFormat):
+    """Of /v1/completions."""
+
+    echo: bool = False
+    kind = "text_completion"
+    _scores: dict[int, CompletionScores] = field(default_factory=dict)
+
+    def opening(self) -> bytes:
+        """Return what precedes every piece."""
+        return b""
+
+    def event(self, piece: Piece) -> bytes:
+        """Return a piece as one event, or two where the prompt is echoed first."""
+        is_first = self.begins(piece.index)
+        chunks = [self._echo(piece)] if is_first and self.echo else []
+        chunks.append(self._choice(piece, piece.text, self._logprobs(piece)))
+        if is_first:
+            chunks[0].prompt_token_ids = self.prompt_ids(piece.index)
+        return b"".join([event(self.envelope(self.kind, [chunk])) for chunk in chunks])
+
+    def closing(self, generation: Generation) -> bytes:
+        """Return what follows every piece."""
+        return self.tail(self.kind, generation)
+
+    def whole(self, pieces: list[Piece], generation: Generation) -> bytes:
+        """Return the answer that does not stream."""
+        answer = self.envelope(self.kind, [self._whole_choice(piece) for piece in pieces])
+        answer.usage = generation.usage()
+        return json_bytes(answer)
+
+    def _whole_choice(self, piece: Piece) -> CompletionChoice:
+        text, logprobs = piece.text, None
+        if self.echo:
+            echo = self._echo(piece)
+            text, logprobs = echo.text + text, echo.logprobs
+        own = self._logprobs(piece)
+        if logprobs is not None and own is not None:
+            own = joined(logprobs, own)
+        choice = self._choice(piece, text, own)
+        choice.prompt_token_ids = self.prompt_ids(piece.index)
+        choice.prompt_logprobs = self.prompt_scores(piece)
+        return choice
+
+    def _choice(
+        self, piece: Piece, text: str, logprobs: CompletionLogprobs | None
+    ) -> CompletionChoice:
+        return CompletionChoice(
+            index=piece.index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=piece.finish_reason,
+            stop_reason=UNSET if piece.finish_reason is None else piece.stop_reason,
+            token_ids=self.token_ids(piece),
+        )
+
+    def _echo(self, piece: Piece) -> CompletionChoice:
+        """Return the prompt as if it had been generated."""
+        prompt = self.job.prompts[piece.index // self.job.n]
+        text = prompt.text
+        if text is None:
+            skip = self.job.terms.text_rules.skip_special_tokens
+            text = self.tokenizer.decode(prompt.token_ids, skip_special_tokens=skip)
+        logprobs = None
+        if self.wants_logprobs and piece.prompt_logprobs is not None:
+            scores = self._scores_of(piece.index)
+            logprobs = scores.take_prompt(prompt.token_ids, piece.prompt_logprobs)
+        return CompletionChoice(index=piece.index, text=text, logprobs=logprobs)
+
+    def _logprobs(self, piece: Piece) -> CompletionLogprobs | None:
+        if not self.wants_logprobs:
+            return None
+        return self._scores_of(piece.index).take(piece.logprobs)
+
+    def _scores_of(self, index: int) -> CompletionScores:
+        if index not in self._scores:
+            self._scores[index] = CompletionScores(self.tokenizer)
+        return self._scores[index]
+
+
+@dataclass(kw_only=True)
+class ChatFormat(OpenAIFormat):
+    """Of /v1/chat/completions."""
+
+    role: str = "assistant"
+    chunk_kind = "chat.completion.chunk"
+
+    def opening(self) -> bytes:
+        """Return a role chunk for each choice."""
+        return b"".join([event(self._role_chunk(index)) for index in range(self.job.n)])
+
+    def event(self, piece: Piece) -> bytes:
+        """Return a piece as an event."""
+        choice = ChatChunkChoice(
+            index=piece.index,
+            delta=ChatDelta(content=piece.text) if piece.text else ChatDelta(),
+            logprobs=self._logprobs(piece),
+            finish_reason=piece.finish_reason,
+            stop_reason=UNSET if piece.finish_reason is None else piece.stop_reason,
+            token_ids=self.token_ids(piece),
+        )
+        return event(self.envelope(self.chunk_kind, [choice]))
+
+    def closing(self, generation: Generation) -> bytes:
+        """Return what follows every piece."""
+        return self.tail(self.chunk_kind, generation)
+
+    def whole(self, pieces: list[Piece], generation: Generation) -> bytes:
+        """Return the answer that does not stream."""
+        answer = self.envelope("chat.completion", [self._whole_choice(piece) for piece in pieces])
+        answer.usage = generation.usage()
+        answer.prompt_token_ids = self.prompt_ids(0)
+        answer.prompt_logprobs = self.prompt_scores(pieces[0])
+        return json_bytes(answer)
+
+    def _whole_choice(self, piece: Piece) -> ChatChoice:
+        return ChatChoice(
+            index=piece.index,
+            message=ChatMessage(role=self.role, content=piece.text),
+            logprobs=self._logprobs(piece),
+            finish_reason=piece.finish_reason,
+            stop_reason=piece.stop_reason,
+            token_ids=self.token_ids(piece),
+        )
+
+    def _role_chunk(self, index: int) -> Answer:
+        choice = ChatChunkChoice(index=index, delta=ChatDelta(role=self.role, content=""))
+        chunk = self.envelope(self.chunk_kind, [choice])
+        if index == 0:
+            chunk.prompt_token_ids = self.prompt_ids(0)
+        return chunk
+
+    def _logprobs(self, piece: Piece) -> Any:
+        return chat_logprobs(self.tokenizer, piece.logprobs) if self.wants_logprobs else None

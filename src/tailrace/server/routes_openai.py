@@ -1,0 +1,296 @@
+"""/v1/completions and /v1/chat/completions: from a body to a Job and the form of its answer."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from tailrace.clock import monotonic
+from tailrace.errors import RequestError
+from tailrace.server.admission import check_model, check_open
+from tailrace.server.answering import answer
+from tailrace.server.generation import Job
+from tailrace.server.openai_format import ChatFormat, CompletionFormat
+from tailrace.server.prompts import (
+    INLINE_CHARS,
+    Prompt,
+    check_fan_out,
+    encode_prompts,
+    keep_last_tokens,
+    off_loop_if,
+    split_prompts,
+)
+from tailrace.server.protocol import ChatBody, CompletionBody
+from tailrace.server.sampling import (
+    fit,
+    read_logprobs,
+    read_max_tokens,
+    read_n,
+    read_sampling,
+    read_terms,
+)
+
+if TYPE_CHECKING:
+    from tailrace.server.http import Handler, Request
+    from tailrace.server.protocol import OpenAIFields
+    from tailrace.server.sampling import Limits
+    from tailrace.server.services import Services, TextServices
+
+_STRUCTURED = (
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structured_outputs",
+)
+
+
+async def completions(services: Services, request: Request) -> None:
+    """POST /v1/completions."""
+    received_s = monotonic()
+    body = await request.decode(CompletionBody)
+    text, limits = check_open(services)
+    check_model(body.model, text)
+    _check_openai(body)
+    parts = split_prompts(body.prompt)
+    choices = _read_choices(body, limits)
+    with services.admission.admitted(check_fan_out(len(parts), choices), services.places):
+        job, form = await _completion_job(body, parts, text, limits, received_s)
+        await answer(services, request, text, job, form)
+
+
+async def chat_completions(services: Services, request: Request) -> None:
+    """POST /v1/chat/completions."""
+    received_s = monotonic()
+    body = await request.decode(ChatBody)
+    text, limits = check_open(services)
+    check_model(body.model, text)
+    _check_openai(body)
+    _check_tools(body)
+    with services.admission.admitted(read_n(body, limits), services.places):
+        job, form = await _chat_job(body, text, limits, received_s)
+        await answer(services, request, text, job, form)
+
+
+ROUTES: dict[tuple[str, str], Handler] = {
+    ("POST", "/v1/completions"): completions,
+    ("POST", "/v1/chat/completions"): chat_completions,
+}
+
+
+async def _completion_job(
+    body: CompletionBody,
+    parts: list[str | list[int]],
+    text: TextServices,
+    limits: Limits,
+    received_s: float,
+) -> tuple[Job, CompletionFormat]:
+    """Check and tokenise a completion; `max_tokens` 0 with `echo` scores the prompt alone."""
+    echo = bool(body.echo)
+    max_tokens = read_max_tokens("max_tokens", body.max_tokens, lowest=0 if echo else 1)
+    logprobs = read_logprobs("logprobs", body.logprobs, limits)
+    asked_prompt = _read_prompt_logprobs(body, limits)
+    # An echoed prompt is scored as the output is.
+    scored = [count for count in (asked_prompt, logprobs if echo else None) if count is not None]
+    sampling = read_sampling(
+        body, limits, logprobs=logprobs, prompt_logprobs=max(scored, default=None)
+    )
+    terms = read_terms(body, limits)
+    prompts = await encode_prompts(
+        parts,
+        text.tokenizer,
+        limits,
+        add_special_tokens=body.add_special_tokens is not False,
+        keep_last=body.truncate_prompt_tokens,
+    )
+    job = Job(
+        request_id=f"cmpl-{uuid.uuid4().hex}",
+        route="/v1/completions",
+        prompts=prompts,
+        sampling=[
+            fit(
+                sampling,
+                len(prompt.token_ids),
+                1 if max_tokens == 0 else max_tokens,
+                limits,
+                default=limits.server.default_max_tokens,
+                prompt_name="prompt",
+            )
+            for prompt in prompts
+        ],
+        terms=terms,
+        drops_output=max_tokens == 0,
+        received_s=received_s,
+        prompt_ready_s=monotonic(),
+    )
+    form = CompletionFormat(
+        job=job,
+        tokenizer=text.tokenizer,
+        model=text.model_name,
+        wants_logprobs=logprobs is not None,
+        wants_token_ids=bool(body.return_token_ids),
+        wants_prompt_logprobs=asked_prompt is not None,
+        includes_usage=_includes_usage(body),
+        echo=echo,
+    )
+    return job, form
+
+
+async def _chat_job(
+    body: ChatBody, text: TextServices, limits: Limits, received_s: float
+) -> tuple[Job, ChatFormat]:
+    """Check, render and tokenise a chat."""
+    max_name, max_tokens = _chat_max_tokens(body)
+    logprobs = _chat_logprobs(body, limits)
+    prompt_logprobs = _read_prompt_logprobs(body, limits)
+    sampling = read_sampling(body, limits, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    terms = read_terms(body, limits)
+    prompt = await _encode_chat(body, text)
+    job = Job(
+        request_id=f"chatcmpl-{uuid.uuid4().hex}",
+        route="/v1/chat/completions",
+        prompts=[prompt],
+        sampling=[
+            fit(
+                sampling,
+                len(prompt.token_ids),
+                max_tokens,
+                limits,
+                default=None,
+                prompt_name="messages",
+                max_tokens_name=max_name,
+            )
+        ],
+        terms=terms,
+        received_s=received_s,
+        prompt_ready_s=monotonic(),
+    )
+    form = ChatFormat(
+        job=job,
+        tokenizer=text.tokenizer,
+        model=text.model_name,
+        wants_logprobs=logprobs is not None,
+        wants_token_ids=bool(body.return_token_ids),
+        wants_prompt_logprobs=prompt_logprobs is not None,
+        includes_usage=_includes_usage(body),
+    )
+    return job, form
+
+
+async def _encode_chat(body: ChatBody, text: TextServices) -> Prompt:
+    messages = body.messages
+    if messages is None:
+        raise RequestError("messages is missing: send at least one", param="messages")
+    continues = bool(body.continue_final_message)
+    adds_prompt = body.add_generation_prompt
+    hides_tools = body.tool_choice == "none"
+
+    def encode() -> list[int]:
+        return text.chat_template.encode(
+            messages,
+            # Continuing a message and opening the next exclude each other, so one decides.
+            add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
+            tools=None if hides_tools else body.tools,
+            continue_final_message=continues,
+            template_kwargs=body.chat_template_kwargs,
+        )
+
+    token_ids = await off_loop_if(_chars(messages) + _chars(body.tools) > INLINE_CHARS, encode)
+    return Prompt(keep_last_tokens(token_ids, body.truncate_prompt_tokens))
+
+
+def _chars(value: Any) -> int:
+    """Return about how much text a JSON value holds, without recursion: clients choose depth."""
+    chars = 0
+    todo = [value]
+    while todo:
+        inner = todo.pop()
+        if isinstance(inner, str):
+            chars += len(inner)
+        elif isinstance(inner, dict):
+            todo += [*inner.keys(), *inner.values()]
+        elif isinstance(inner, list):
+            todo += inner
+    return chars
+
+
+def _check_openai(body: OpenAIFields) -> None:
+    """Refuse what this server knows and does not serve, by name.
+
+    Raises:
+        RequestError: The answer would not be what the field asks for.
+    """
+    if body.stream_options is not None and not body.stream:
+        raise RequestError(
+            "stream_options is only for streams: set stream to true or leave it out",
+            param="stream_options",
+        )
+    kind = (body.response_format or {}).get("type", "text")
+    if kind != "text":
+        raise RequestError(
+            f"response_format.type is {str(kind)[:40]!r}: only 'text' is served",
+            param="response_format",
+        )
+    for name in _STRUCTURED:
+        if getattr(body, name) is not None:
+            raise RequestError(f"{name}: structured output is not served; leave it out", param=name)
+
+
+def _check_tools(body: ChatBody) -> None:
+    if body.tool_choice not in (None, "none", "auto"):
+        raise RequestError(
+            f"tool_choice is {str(body.tool_choice)[:60]!r}: 'none' and 'auto' are served, a call "
+            "cannot be forced",
+            param="tool_choice",
+        )
+
+
+def _read_choices(body: CompletionBody, limits: Limits) -> int:
+    """Check the fields that only /v1/completions has; return `n`."""
+    if body.suffix:
+        raise RequestError(
+            "suffix is not served: the model only continues a prompt; leave it out",
+            param="suffix",
+        )
+    choices = read_n(body, limits)
+    if body.best_of is not None and body.best_of != choices:
+        raise RequestError(
+            f"best_of is {body.best_of} and n is {choices}: choosing among more than n is not "
+            "served; send best_of equal to n, or leave it out",
+            param="best_of",
+        )
+    return choices
+
+
+def _read_prompt_logprobs(body: OpenAIFields, limits: Limits) -> int | None:
+    asked = read_logprobs("prompt_logprobs", body.prompt_logprobs, limits)
+    if asked is not None and body.stream:
+        raise RequestError(
+            "prompt_logprobs does not go with stream: set stream to false", param="prompt_logprobs"
+        )
+    return asked
+
+
+def _chat_max_tokens(body: ChatBody) -> tuple[str, int | None]:
+    """Return the field that decides the output's length, and its value."""
+    both = (
+        ("max_completion_tokens", body.max_completion_tokens),
+        ("max_tokens", body.max_tokens),
+    )
+    for name, value in both:
+        if value is not None:
+            return name, read_max_tokens(name, value)
+    return "max_tokens", None
+
+
+def _chat_logprobs(body: ChatBody, limits: Limits) -> int | None:
+    top = read_logprobs("top_logprobs", body.top_logprobs, limits)
+    if top and not body.logprobs:
+        raise RequestError(
+            "top_logprobs is only for logprobs: set logprobs to true", param="top_logprobs"
+        )
+    return (top or 0) if body.logprobs else None
+
+
+def _includes_usage(body: OpenAIFields) -> bool:
+    return bool(body.stream_options and body.stream_options.include_usage)

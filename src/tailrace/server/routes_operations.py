@@ -1,0 +1,90 @@
+"""For operators and probes: /health, /ready, /live, /metrics, /version. None touches the engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tailrace import __version__
+from tailrace.server.engine_client import EngineState
+
+if TYPE_CHECKING:
+    from tailrace.server.http import Handler, Request
+    from tailrace.server.services import Services
+
+METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+async def health(services: Services, request: Request) -> None:
+    """GET /health: 200 while requests can be served, however busy; else 503 and why."""
+    status = _status(services)
+    is_healthy = status in ("ok", "draining")
+    await request.send_json(200 if is_healthy else 503, _describe(services, status))
+
+
+async def ready(services: Services, request: Request) -> None:
+    """GET /ready: 200 once warm, and until draining or the engine's death."""
+    status = _status(services)
+    await request.send_json(200 if status == "ok" else 503, {"status": status})
+
+
+async def live(services: Services, request: Request) -> None:
+    """GET /live: 200 while the event loop turns and an engine runs or is being started."""
+    failed = services.engine.state is EngineState.FAILED
+    await request.send_json(503 if failed else 200, {"status": services.engine.state.value})
+
+
+async def metrics(services: Services, request: Request) -> None:
+    """GET /metrics: the Prometheus text format."""
+    text = services.metrics.render(
+        stats=services.engine.stats,
+        restarts=services.engine.restarts_total,
+        pids=services.engine.pids,
+        dropped_records=services.request_log.dropped_total,
+    )
+    await request.send_bytes(200, text, METRICS_TYPE)
+
+
+async def version(services: Services, request: Request) -> None:
+    """GET /version."""
+    del services
+    await request.send_json(200, {"version": __version__})
+
+
+ROUTES: dict[tuple[str, str], Handler] = {
+    ("GET", "/health"): health,
+    ("GET", "/ready"): ready,
+    ("GET", "/live"): live,
+    ("GET", "/metrics"): metrics,
+    ("GET", "/version"): version,
+}
+
+
+def _status(services: Services) -> str:
+    state = services.engine.state
+    if state is not EngineState.READY:
+        return state.value
+    if services.text is None:
+        return EngineState.STARTING.value
+    return "draining" if services.draining else "ok"
+
+
+def _describe(services: Services, status: str) -> dict[str, Any]:
+    stats, ready_message, rates = services.engine.stats, services.engine.ready, services.rates
+    described: dict[str, Any] = {
+        "status": status,
+        "model": services.text.model_name if services.text else None,
+        "device": ready_message.device if ready_message else None,
+        "device_utilization": rates.busy_share,
+        "tokens_per_second": rates.tokens_per_s,
+        "running_requests": stats.running_requests if stats else 0,
+        "pending_requests": stats.waiting_requests if stats else 0,
+        "engine_restarts": services.engine.restarts_total,
+    }
+    if stats is not None:
+        used = stats.total_blocks - stats.free_blocks
+        described["kv_cache"] = {
+            "usage": used / stats.total_blocks,
+            "total_tokens": stats.total_blocks * stats.block_size,
+            "used_tokens": used * stats.block_size,
+        }
+    return described

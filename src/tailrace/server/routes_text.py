@@ -1,0 +1,105 @@
+"""The model's text side: /v1/models, /tokenize, /detokenize, in vLLM's shapes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tailrace.errors import RequestError
+from tailrace.server.admission import check_model, check_open
+from tailrace.server.prompts import INLINE_CHARS
+
+if TYPE_CHECKING:
+    from tailrace.server.http import Handler, Request
+    from tailrace.server.services import Services
+
+
+class TokenizeBody(msgspec.Struct):
+    """Either `prompt` or `messages`."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    model: str | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(msgspec.Struct):
+    """Ids to text; control tokens are spelled out."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+async def models(services: Services, request: Request) -> None:
+    """GET /v1/models."""
+    text, limits = check_open(services)
+    card = {
+        "id": text.model_name,
+        "object": "model",
+        "created": int(services.started_unix_s),
+        "owned_by": "tailrace",
+        "max_model_len": limits.context_length,
+    }
+    await request.send_json(200, {"object": "list", "data": [card]})
+
+
+async def tokenize(services: Services, request: Request) -> None:
+    """POST /tokenize."""
+    body = await request.decode(TokenizeBody)
+    text, limits = check_open(services)
+    check_model(body.model, text)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give either prompt or messages", param="prompt")
+    if body.messages is not None:
+        ids = await asyncio.to_thread(
+            text.chat_template.encode,
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+        )
+    else:
+        ids = await _encode(services, body.prompt or "", body.add_special_tokens)
+    answer: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": limits.context_length,
+        "tokens": ids,
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = [text.tokenizer.token_text(i) for i in ids]
+    await request.send_json(200, answer)
+
+
+async def detokenize(services: Services, request: Request) -> None:
+    """POST /detokenize."""
+    body = await request.decode(DetokenizeBody)
+    text, limits = check_open(services)
+    check_model(body.model, text)
+    for index, token_id in enumerate(body.tokens):
+        if not 0 <= token_id < limits.vocab_size:
+            raise RequestError(
+                f"token id {token_id} is outside 0..{limits.vocab_size - 1}",
+                param=f"tokens[{index}]",
+            )
+    prompt = await asyncio.to_thread(text.tokenizer.decode, body.tokens, skip_special_tokens=False)
+    await request.send_json(200, {"prompt": prompt})
+
+
+ROUTES: dict[tuple[str, str], Handler] = {
+    ("GET", "/v1/models"): models,
+    ("POST", "/tokenize"): tokenize,
+    ("POST", "/detokenize"): detokenize,
+}
+
+
+async def _encode(services: Services, prompt: str, add_special_tokens: bool) -> list[int]:
+    text, _ = check_open(services)
+
+    def encode() -> list[int]:
+        return text.tokenizer.encode(
+            prompt, add_special_tokens=add_special_tokens, parse_special=True
+        )
+
+    return encode() if len(prompt) <= INLINE_CHARS else await asyncio.to_thread(encode)

@@ -1,0 +1,177 @@
+"""The Prometheus families of a front end.
+
+Names follow vLLM's, with the prefix `tailrace:`: dashboards, the inference gateway's model-server
+protocol and people know them. Buckets include 0.3 s, the limit that users ask for most, and are
+finer than vLLM's below one second. The engine's own counters arrive with its reports and are
+exported as they are; they start again from zero with a new engine process, as counters may.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from tailrace.telemetry.process import resident_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tailrace.telemetry.request_log import RequestRecord
+    from tailrace.types import EngineStats
+
+PREFIX = "tailrace:"
+LATENCY_BUCKETS_S = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0),
+    *(7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0),
+)
+GAP_BUCKETS_S = (
+    *(0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1),
+    *(0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
+)
+TOKEN_BUCKETS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+
+
+class Metrics:
+    """Everything that `/metrics` shows."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._ttft = self._latency("time_to_first_token_seconds", "Received to first token")
+        self._e2e = self._latency("e2e_request_latency_seconds", "Received to last byte made")
+        self._queue = self._latency("request_queue_time_seconds", "Submitted to first step")
+        self._prefill = self._latency("request_prefill_time_seconds", "First step to first token")
+        self._decode = self._latency("request_decode_time_seconds", "First to last token")
+        self._tpot = self._histogram(
+            "request_time_per_output_token_seconds", "Decode time over tokens", GAP_BUCKETS_S
+        )
+        self._gap = self._histogram(
+            "inter_token_latency_seconds", "Between two outputs of one sequence", GAP_BUCKETS_S
+        )
+        self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens", TOKEN_BUCKETS)
+        self._output = self._histogram(
+            "request_generation_tokens", "Generated tokens", TOKEN_BUCKETS
+        )
+        self._requests = Counter(
+            f"{PREFIX}request_success",
+            "Requests by why they ended; abort-like ends carry their cause",
+            ["finished_reason"],
+            registry=self._registry,
+        )
+
+    def observe_request(self, record: RequestRecord) -> None:
+        """Count a request that has ended."""
+        self._requests.labels(record.finish_reason or "unknown").inc()
+        self._prompt.observe(record.prompt_tokens)
+        self._output.observe(record.completion_tokens)
+        self._e2e.observe(record.finished_s - record.received_s)
+        first, last = record.first_token_s, record.last_token_s
+        if record.scheduled_s is not None and record.submitted_s is not None:
+            self._queue.observe(max(0.0, record.scheduled_s - record.submitted_s))
+        if first is None or last is None:
+            return
+        self._ttft.observe(first - record.received_s)
+        self._decode.observe(last - first)
+        if record.scheduled_s is not None:
+            self._prefill.observe(max(0.0, first - record.scheduled_s))
+        per_choice = record.completion_tokens / record.choices
+        if per_choice > 1:
+            self._tpot.observe((last - first) / (per_choice - 1))
+
+    def observe_token_gap(self, seconds: float) -> None:
+        """Count the time between two outputs of one sequence."""
+        self._gap.observe(seconds)
+
+    def render(
+        self,
+        *,
+        stats: EngineStats | None = None,
+        restarts: int = 0,
+        pids: dict[str, int] | None = None,
+        dropped_records: int = 0,
+    ) -> bytes:
+        """Return the text format: the families above, and the engine as it was last reported."""
+        snapshot = CollectorRegistry()
+        snapshot.register(_Snapshot(stats, restarts, pids or {}, dropped_records))
+        return generate_latest(self._registry) + generate_latest(snapshot)
+
+    def _latency(self, name: str, text: str) -> Histogram:
+        return self._histogram(name, text, LATENCY_BUCKETS_S)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"{PREFIX}{name}", text, buckets=buckets, registry=self._registry)
+
+
+class _Snapshot:
+    """One report as metric families."""
+
+    def __init__(
+        self, stats: EngineStats | None, restarts: int, pids: dict[str, int], dropped: int
+    ) -> None:
+        self._stats = stats
+        self._restarts = restarts
+        self._pids = {"frontend": os.getpid()} | pids
+        self._dropped = dropped
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family."""
+        yield _counter("engine_restarts", "Engine processes started again", self._restarts)
+        yield _counter("request_log_dropped", "Records that were not written", self._dropped)
+        memory = GaugeMetricFamily(
+            f"{PREFIX}process_resident_memory_bytes", "Resident memory", labels=["process"]
+        )
+        for role, pid in self._pids.items():
+            size = resident_bytes(pid)
+            if size is not None:
+                memory.add_metric([role], size)
+        yield memory
+        if self._stats is not None:
+            yield from _engine_gauges(self._stats)
+            yield from _engine_counters(self._stats)
+
+
+def fragmentation(stats: EngineStats) -> float:
+    """1 - live tokens / (held blocks x block size): the share of held KV that no token fills.
+
+    Blocks shared by several sequences hold their tokens once for each, so sharing can make this
+    negative; it is cut at 0.
+    """
+    held = stats.held_blocks * stats.block_size
+    return max(0.0, 1.0 - stats.live_tokens / held) if held else 0.0
+
+
+def _engine_gauges(stats: EngineStats) -> Iterator[Metric]:
+    used = (stats.total_blocks - stats.free_blocks) / stats.total_blocks
+    yield _gauge("num_requests_running", "Requests in the batch", stats.running_requests)
+    yield _gauge("num_requests_waiting", "Requests that wait for a place", stats.waiting_requests)
+    yield _gauge("kv_cache_usage_perc", "Share of KV blocks held by requests, 0 to 1", used)
+    yield _gauge("kv_cache_fragmentation", "Share of held KV without a token", fragmentation(stats))
+    yield _gauge("engine_step_seconds", "The last step's time", stats.step_time_s)
+    yield _gauge("engine_step_tokens", "The last step's tokens", stats.step_tokens)
+    info = GaugeMetricFamily(
+        f"{PREFIX}cache_config_info", "The KV pool", labels=["block_size", "num_gpu_blocks"]
+    )
+    info.add_metric([str(stats.block_size), str(stats.total_blocks)], 1)
+    yield info
+
+
+def _engine_counters(stats: EngineStats) -> Iterator[Metric]:
+    yield _counter("prompt_tokens", "Prompt tokens computed", stats.prompt_tokens_total)
+    yield _counter("generation_tokens", "Tokens generated", stats.generation_tokens_total)
+    yield _counter(
+        "prefix_cache_queries", "Prompt tokens looked up", stats.prefix_query_tokens_total
+    )
+    yield _counter("prefix_cache_hits", "Prompt tokens found cached", stats.cached_tokens_total)
+    yield _counter("num_preemptions", "Sequences sent back to wait", stats.preemptions_total)
+    yield _counter("engine_steps", "Steps run", stats.steps_total)
+    yield _counter("engine_busy_seconds", "Time with a step to run", stats.busy_s_total)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"{PREFIX}{name}", text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"{PREFIX}{name}", text, value=value)
