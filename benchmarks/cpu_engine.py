@@ -25,6 +25,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tailrace.engine.engine import Engine
 
 PROMPT_TOKENS = 512
 OUTPUT_TOKENS = 32
@@ -110,7 +114,7 @@ def measure_tailrace(arguments: argparse.Namespace) -> list[Rates]:
         return [measure(engine, count) for count in REQUESTS]
 
 
-def measure(engine, count: int) -> Rates:
+def measure(engine: Engine, count: int) -> Rates:
     from tailrace.types import EngineRequest, SamplingParams
 
     draw = random.Random(count)

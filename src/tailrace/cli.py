@@ -101,7 +101,7 @@ def _option(entry: Any, cls: type) -> Any:
     )
 
 
-def _option_type(annotation: str) -> Any:
+def _option_type(annotation: Any) -> Any:
     """Return the option's type; tuples are given as text, by comma."""
     simple = {"int": int, "float": float, "bool": bool}
     return simple.get(annotation, str) | None

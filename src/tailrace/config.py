@@ -44,7 +44,7 @@ class EngineConfig:
     context_length: int = setting(0, "Most tokens of one sequence; 0 takes the model's own.")
     max_batch_size: int = setting(32, "Most requests that run at once.")
     max_num_batched_tokens: int = setting(
-        512, "Token budget of a step: decodes first, prefill chunks fill the rest."
+        0, "Token budget of a step: decodes first, prefill chunks fill the rest; 0: by device."
     )
     block_size: int = setting(16, "Tokens of one KV block.")
     kv_cache_tokens: int = setting(
@@ -85,11 +85,11 @@ class EngineConfig:
                 "use auto or float32"
             )
         _at_least("max-batch-size", self.max_batch_size, 1)
-        _at_least("max-num-batched-tokens", self.max_num_batched_tokens, 1)
+        _at_least("max-num-batched-tokens", self.max_num_batched_tokens, 0)
         _at_least("context-length", self.context_length, 0)
         _at_least("kv-cache-tokens", self.kv_cache_tokens, 0)
         _at_least("threads", self.threads, 0)
-        if self.max_num_batched_tokens < self.max_batch_size:
+        if 0 < self.max_num_batched_tokens < self.max_batch_size:
             raise ConfigError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is below "
                 f"--max-batch-size {self.max_batch_size}: every running request needs a token a "

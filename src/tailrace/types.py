@@ -97,6 +97,7 @@ class RequestTimes(msgspec.Struct, frozen=True, omit_defaults=True):
     """First put into a step."""
     first_token_s: float
     finished_s: float
+    """When this was said: final with the last output."""
     preemptions: int = 0
     cached_tokens: int = 0
     """Prompt tokens whose KV was found in the prefix cache."""
@@ -119,7 +120,7 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str | None = None
     """For "error": what happened, fit for the client."""
     times: RequestTimes | None = None
-    """With the last output."""
+    """With the first token and with the last output."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -3,57 +3,52 @@
 import asyncio
 import json
 
-import msgspec
-
-from tailrace.config import Config
-from tailrace.errors import RequestError
+from tailrace.config import Config, ServerConfig
+from tailrace.server.http import DROP_EXTENSION, Request
 from tailrace.server.services import Services, TextServices
 from tailrace.text.chat import ChatTemplate
 from tailrace.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 
 
-class HandMadeRequest:
+class HandMadeRequest(Request):
+    """The real Request over receive and send of our own."""
+
     def __init__(self, body, *, is_open=True):
-        self._body = json.dumps(body).encode()
+        self._incoming = [{"type": "http.request", "body": json.dumps(body).encode()}]
         self.gone = asyncio.Event()
         self.status = None
         self.sent = []
         self.is_finished = False
         self.was_dropped = False
         self.reads = asyncio.Event()
-        """Clear it, and `write` blocks as for a client that does not read."""
+        """Clear it, and sending a body blocks as for a client that does not read."""
         if is_open:
             self.reads.set()
-        self.is_blocked = asyncio.Event()
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/",
+            "headers": [],
+            "extensions": {DROP_EXTENSION: {"call": self._note_drop}},
+        }
+        super().__init__(scope, self._receive_message, self._send_message, ServerConfig())
 
-    async def decode(self, kind):
-        try:
-            return msgspec.json.decode(self._body, type=kind)
-        except msgspec.ValidationError as error:
-            raise RequestError(str(error)) from error
-
-    async def disconnected(self):
+    async def _receive_message(self):
+        if self._incoming:
+            return self._incoming.pop()
         await self.gone.wait()
+        return {"type": "http.disconnect"}
 
-    async def send_json_bytes(self, status, data):
-        self.status = status
-        self.sent.append(data)
-        self.is_finished = True
-
-    async def start_stream(self):
-        self.status = 200
-
-    async def write(self, data):
-        self.is_blocked.set()
+    async def _send_message(self, message):
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            return
         await self.reads.wait()
-        self.sent.append(data)
+        self.sent.append(message["body"])
+        self.is_finished = not message.get("more_body", False)
 
-    async def finish(self, data):
-        await self.write(data)
-        self.is_finished = True
-
-    def drop(self):
+    def _note_drop(self):
         self.was_dropped = True
 
     @property
@@ -90,13 +85,18 @@ class FakeLog:
         self.records.append(record)
 
 
-def make_services(folder, scripts=None, config=None, **engine_options):
-    tokenizer = Tokenizer.load(folder)
+def make_services(folder, scripts=None, config=None, *, text=None, **engine_options):
+    """Return services over a scripted engine; `text` saves loading the folder again."""
     return Services(
         config=config or Config(),
         engine=FakeEngine(scripts, **engine_options),
         metrics=FakeMetrics(),
         request_log=FakeLog(),
         started_s=0.0,
-        text=TextServices("tiny", tokenizer, ChatTemplate.load(folder, tokenizer)),
+        text=text or load_text(folder),
     )
+
+
+def load_text(folder):
+    tokenizer = Tokenizer.load(folder)
+    return TextServices("tiny", tokenizer, ChatTemplate.load(folder, tokenizer))

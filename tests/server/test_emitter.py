@@ -29,8 +29,8 @@ def render(piece):
     return f"[{piece.index}:{piece.text}:{len(piece.token_ids)}]".encode()
 
 
-def piece(index, text, tokens=1, finish=None):
-    return Piece(index, text, list(range(tokens)), finish_reason=finish)
+def piece(index, text, tokens=1):
+    return Piece(index, text, list(range(tokens)))
 
 
 def run(coroutine):
@@ -94,6 +94,18 @@ def test_a_limit_of_zero_takes_what_a_free_client_takes_at_once():
         emitter.complete()
         await emitter.run()
         assert client.received == [b"[0:a:1]"]
+
+    run(main())
+
+
+def test_the_opening_goes_out_with_the_first_piece():
+    async def main():
+        client = Client()
+        emitter = Emitter(client.send, render, limit_bytes=100, opening=b"<")
+        emitter.put(piece(0, "a"))
+        emitter.complete()
+        await emitter.run()
+        assert client.received == [b"<[0:a:1]"]
 
     run(main())
 

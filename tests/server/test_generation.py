@@ -49,7 +49,7 @@ def a_job(*texts, n=1, max_tokens=64, rules=None, **sampling):
 
 def a_generation(tokenizer, job, scripts=None):
     engine = FakeEngine(scripts)
-    services = SimpleNamespace(config=Config(), engine=engine, metrics=Gaps())
+    services = SimpleNamespace(config=Config(), engine=engine, metrics=Gaps(), draining=False)
     return Generation(services, tokenizer, job), engine
 
 
@@ -185,6 +185,18 @@ def test_an_engine_that_dies_is_a_503_that_may_be_tried_again(tokenizer):
     run(main())
 
 
+def test_an_error_while_the_server_goes_down_is_a_503(tokenizer):
+    async def main():
+        generation, _ = a_generation(tokenizer, a_job(), {"Hi": Script(error_after=1)})
+        generation.start()
+        generation.services.draining = True
+        with pytest.raises(RequestError) as caught:
+            await collect(generation)
+        assert caught.value.status == 503
+
+    run(main())
+
+
 def test_an_engine_that_is_not_ready_refuses_and_nothing_stays_open(tokenizer):
     async def main():
         generation, engine = a_generation(tokenizer, a_job(n=2))
@@ -217,5 +229,21 @@ def test_times_are_in_order_and_each_gap_is_observed(tokenizer):
         assert in_order == sorted(in_order)
         assert len(generation.services.metrics.gaps_s) == 3
         assert all(gap >= 0 for gap in generation.services.metrics.gaps_s)
+
+    run(main())
+
+
+def test_the_record_tells_what_became_of_the_request(tokenizer):
+    async def main():
+        job = a_job("Hi", "a", n=2)
+        generation, _ = a_generation(tokenizer, job, {"": Script("ab", cached_tokens=1)})
+        generation.start()
+        await collect(generation)
+        generation.close()
+        record = generation.record()
+        assert (record.request_id, record.route, record.choices) == ("job", "/test", 4)
+        assert (record.prompt_tokens, record.completion_tokens) == (3, 12)
+        assert (record.cached_tokens, record.finish_reason) == (2, "stop")
+        assert record.received_s <= record.first_token_s <= record.finished_s
 
     run(main())

@@ -55,6 +55,12 @@ def test_a_stream_is_one_event_a_token_and_done(call):
     assert request.events == [{"token": "a"}, {"token": ""}, {"token": "é"}, "[DONE]"]
 
 
+def test_a_stream_without_a_token_is_done_at_once(call):
+    request, _ = call(prompt="Hi", stream=True, scripts={"": Script("")})
+    assert request.status == 200
+    assert request.events == ["[DONE]"]
+
+
 def test_an_end_by_stop_string_sends_what_was_certain(call):
     request, services = call(prompt="Hi", stream=True, stop=["lo"])
     assert [e["token"] for e in request.events[:-1]] == ["H", "e", "", "l"]

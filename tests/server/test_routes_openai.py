@@ -6,6 +6,7 @@ import pytest
 
 from tailrace.config import Config, EngineConfig, ServerConfig
 from tailrace.errors import RequestError
+from tailrace.server import answering
 from tailrace.server.engine_client import EngineState
 from tailrace.server.routes_openai import ROUTES
 from tests.server.fake_engine import BOS_ID, EOS_ID, IM_START_ID, Script
@@ -424,6 +425,20 @@ def test_a_slow_reader_is_dropped_and_another_stream_goes_on(tiny_folder):
         assert fast.events[-1] == "[DONE]"
         assert not fast.was_dropped
         assert services.admission.sequences == 0
+
+    run(main())
+
+
+def test_a_reader_that_never_takes_the_end_gives_its_place_back(tiny_folder, monkeypatch):
+    monkeypatch.setattr(answering, "DELIVERY_TIMEOUT_S", 0.01)
+
+    async def main():
+        services = make_services(tiny_folder)
+        request = HandMadeRequest({"messages": HI, "stream": True}, is_open=False)
+        await ROUTES["POST", CHAT](services, request)
+        assert request.was_dropped
+        assert services.admission.sequences == 0
+        assert services.metrics.records[0].finish_reason == "slow_reader"
 
     run(main())
 

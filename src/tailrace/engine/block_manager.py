@@ -10,17 +10,18 @@ Rules:
 5. A second block with the same content stays unregistered; tables are never rewritten.
 
     state        leaves by      to
-    free         grow           held (unregistered)
-    held         commit         held (registered), once full
-    held         close          free if unregistered, idle if registered; still held if shared
-    idle         open (a hit)   held (registered)
-    idle         grow           held (unregistered): evicted and reused
+    free         grow           held, unregistered
+    held         commit         held, registered: once full, unless another block has its content
+    held         open (a hit)   held by one more sequence; only a registered block can be hit
+    held         close          held by one fewer; by none: idle if registered, else free
+    idle         open (a hit)   held, registered
+    idle         grow           held, unregistered: evicted and reused
 """
 
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -30,8 +31,8 @@ from tailrace.errors import EngineError, IntegrityError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-# 128 bits: among 2^40 blocks a chance collision has a probability of about 2^-49.
-_DIGEST_BYTES = 16
+# 256 bits: a collision, which would show one client another's text, cannot even be searched for.
+_DIGEST_BYTES = 32
 
 
 @dataclass
@@ -49,10 +50,15 @@ class BlockManager:
     Args:
         num_blocks: Blocks of the pool; ids are 0 to `num_blocks` - 1.
         block_size: Tokens of a block.
-        prefix_cache: Whether closed sequences' blocks stay findable.
+        prefix_cache: Whether full blocks can be found by, and shared with, later sequences.
+
+    Raises:
+        EngineError: A pool without blocks, or blocks without room.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool = True) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise EngineError(f"a pool of {num_blocks} blocks of {block_size}: both must be >= 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.hit_tokens_total = 0
@@ -102,14 +108,18 @@ class BlockManager:
         return cached
 
     def can_grow(self, seq_id: str, num_tokens: int) -> bool:
-        """Whether the sequence's table could be made to cover so many tokens."""
+        """Whether the sequence's table could be made to cover so many tokens.
+
+        Raises:
+            EngineError: The sequence has no table.
+        """
         return self._missing(seq_id, num_tokens) <= self.free_blocks
 
     def grow(self, seq_id: str, num_tokens: int) -> None:
         """Make the sequence's table cover so many tokens.
 
         Raises:
-            EngineError: There are not enough blocks; nothing was taken.
+            EngineError: There are not enough blocks, or no such table; nothing was taken.
         """
         missing = self._missing(seq_id, num_tokens)
         if missing > self.free_blocks:
@@ -121,15 +131,37 @@ class BlockManager:
             blocks.append(self._take())
 
     def table(self, seq_id: str) -> list[int]:
-        """Return the sequence's block ids: the live list, not to be changed."""
+        """Return the sequence's block ids: the live list, not to be changed.
+
+        Raises:
+            EngineError: The sequence has no table.
+        """
         return self._table(seq_id).blocks
 
     def commit(self, seq_id: str, token_ids: Sequence[int], num_computed: int) -> None:
-        """Note that the KV of the first `num_computed` tokens is written."""
-        if not self._prefix_cache:
-            return
+        """Note that the KV of the first `num_computed` tokens is written.
+
+        Looks only at blocks that became full since the last call.
+
+        Args:
+            seq_id: Whose KV.
+            token_ids: All of the sequence's tokens, from the first.
+            num_computed: Never less than at the last call.
+
+        Raises:
+            EngineError: The sequence has no table, or more is computed than tokens are known or
+                blocks held.
+        """
         table = self._table(seq_id)
         size = self.block_size
+        known = min(len(token_ids), len(table.blocks) * size)
+        if num_computed > known:
+            raise EngineError(
+                f"sequence {seq_id}: {num_computed} tokens computed, but {len(token_ids)} known "
+                f"and blocks for {len(table.blocks) * size} held"
+            )
+        if not self._prefix_cache:
+            return
         while (table.registered + 1) * size <= num_computed:
             start = table.registered * size
             table.key = _next_key(table.key, token_ids[start : start + size])
@@ -155,13 +187,17 @@ class BlockManager:
         Raises:
             IntegrityError: A block is in two states or none, a count or a key is wrong.
         """
-        held = [block for table in self._tables.values() for block in table.blocks]
-        everything = sorted([*self._free, *self._idle, *set(held)])
-        if everything != list(range(self.num_blocks)):
-            raise IntegrityError(f"blocks are not each in one state: {everything}")
+        held = Counter(block for table in self._tables.values() for block in table.blocks)
+        places = Counter([*self._free, *self._idle, *held])
         for block in range(self.num_blocks):
-            if self._holders[block] != held.count(block):
-                raise IntegrityError(f"block {block}: {self._holders[block]} holders noted")
+            if places.pop(block, 0) != 1:
+                raise IntegrityError(f"block {block} is not in exactly one of free, idle and held")
+            if self._holders[block] != held[block]:
+                raise IntegrityError(
+                    f"block {block}: {self._holders[block]} holders noted, {held[block]} found"
+                )
+        if places:
+            raise IntegrityError(f"blocks {sorted(places)} are none of the pool's")
         if self._cached != {key: block for block, key in self._keys.items()}:
             raise IntegrityError("keys and cached blocks disagree")
         if self._keys.keys() & set(self._free) or self._idle.keys() - self._keys.keys():

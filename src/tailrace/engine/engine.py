@@ -237,7 +237,7 @@ class Engine:
             prompt_logprobs=self._prompt_logprobs(sequence) if first else None,
             finish_reason=reason,
             stop_token_id=token_id if reason == "stop" else None,
-            times=self._times(sequence, now) if reason else None,
+            times=self._times(sequence, now) if reason or first else None,
         )
         if reason is not None:
             self._forget(sequence)

@@ -431,7 +431,7 @@ def _in_spans(weights: Tensor) -> Tensor:
     """View weights [R, V] as [R, ceil(V / span), span], padded with zeros where need be."""
     padding = -weights.shape[1] % _SPAN
     padded = torch.nn.functional.pad(weights, (0, padding)) if padding else weights
-    return padded.unflatten(-1, (-1, _SPAN))
+    return padded.view(len(weights), -1, _SPAN)
 
 
 def _invert(weights: Tensor, draws: Tensor) -> Tensor:

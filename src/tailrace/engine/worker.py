@@ -67,7 +67,7 @@ class Mailbox:
     """The engine's side of the socket: who is known, who asked what, what is due to whom."""
 
     def __init__(self, socket_path: str) -> None:
-        self._context = zmq.Context.instance()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -99,7 +99,7 @@ class Mailbox:
 
     def receive(self) -> list[FrontendMessage]:
         """Return all messages that have come; front ends new to us are told what was announced."""
-        messages = []
+        messages: list[FrontendMessage] = []
         while True:
             try:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)

@@ -6,6 +6,7 @@ given back when the answer has ended, however it did.
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,8 @@ class Admission:
     def __init__(self) -> None:
         self.sequences = 0
         """Admitted and not yet ended."""
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
 
     def can_admit(self, sequences: int, places: int) -> bool:
         """Say whether so many more fit."""
@@ -59,10 +62,17 @@ class Admission:
                 retry_after_s=FULL_RETRY_AFTER_S,
             )
         self.sequences += sequences
+        self._is_empty.clear()
         try:
             yield
         finally:
             self.sequences -= sequences
+            if not self.sequences:
+                self._is_empty.set()
+
+    async def wait_empty(self) -> None:
+        """Wait until every admitted request has been answered."""
+        await self._is_empty.wait()
 
 
 def check_open(services: Services) -> tuple[TextServices, Limits]:

@@ -4,9 +4,9 @@
               +-- writer  emitter --> send                           (waits for the client)
               '-- gone    the connection's end
 
-Whichever of "writer" and "gone" ends first ends the request; a pump that finds the client too far
-behind ends it too. The head of a stream is sent with its first piece, so that what fails before
-is answered with a proper status.
+Whichever of "writer" and "gone" ends first ends the request; so does a pump that finds the client
+too far behind, and a client that does not take the end. The head of a stream is sent with its
+first piece, so that what fails before is answered with a proper status.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import structlog
 from tailrace.errors import RequestError, TailraceError
 from tailrace.server.emitter import Emitter
 from tailrace.server.generation import Generation
-from tailrace.server.openai_format import event
+from tailrace.server.http import error_body
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from tailrace.server.services import Services, TextServices
 
 log = structlog.get_logger("tailrace.answering")
+
+DELIVERY_TIMEOUT_S = 60.0
+"""A client that has not taken the rest of its stream so long after the last token is dropped."""
 
 _T = TypeVar("_T")
 
@@ -87,6 +90,9 @@ async def answer(
     finally:
         # Only what was cut off is still open here: the client went, or the server ends.
         generation.close("disconnect")
+        record = generation.record()
+        services.metrics.observe_request(record)
+        services.request_log.write(record)
 
 
 async def _whole(request: Request, generation: Generation, form: Format) -> None:
@@ -114,8 +120,16 @@ async def _collect(generation: Generation) -> list[Piece]:
 async def _stream(
     services: Services, request: Request, generation: Generation, form: Format
 ) -> None:
+    async def send(data: bytes) -> None:
+        if not request.is_answered:
+            await request.start_stream()
+        await request.write(data)
+
     emitter = Emitter(
-        request.write, form.event, limit_bytes=services.config.server.stream_buffer_bytes
+        send,
+        form.event,
+        limit_bytes=services.config.server.stream_buffer_bytes,
+        opening=form.opening(),
     )
     async with (
         _watched(request, _pump(generation, form, emitter)) as (pump, gone),
@@ -124,10 +138,13 @@ async def _stream(
         await asyncio.wait({pump, writer, gone}, return_when=asyncio.FIRST_COMPLETED)
         if pump.done() and isinstance(pump.exception(), SlowReaderError):
             pump.result()
-        await asyncio.wait({writer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            {writer, gone}, timeout=DELIVERY_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+        )
         if writer.done():
             writer.result()
-            generation.close()
+        elif not gone.done():
+            raise SlowReaderError(f"the stream's end was not taken in {DELIVERY_TIMEOUT_S:g} s")
 
 
 async def _pump(generation: Generation, form: Format, emitter: Emitter) -> None:
@@ -167,33 +184,17 @@ async def _write(
     """Move bytes from the emitter to the client."""
     if not await emitter.wait():
         await pump  # nothing was sent yet, so its error is the answer
-    await request.start_stream()
-    opening = form.opening()
-    if opening:
-        await request.write(opening)
     await emitter.run()
+    if not request.is_answered:  # no piece was an event
+        await request.start_stream()
     try:
         await pump
     except RequestError as error:
         generation.close("error")
-        await request.finish(_error_event(error))
+        await request.finish(b"data: " + error_body(error) + b"\n\n")
     else:
         generation.close()
         await request.finish(form.closing(generation))
-
-
-def _error_event(error: RequestError) -> bytes:
-    """Return the event that ends a stream which failed midway."""
-    return event(
-        {
-            "error": {
-                "message": error.message,
-                "type": "server_error",
-                "param": error.param,
-                "code": error.code,
-            }
-        }
-    )
 
 
 @contextlib.asynccontextmanager

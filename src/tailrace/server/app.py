@@ -45,7 +45,7 @@ def create_app(services: Services) -> Callable[[Scope, Receive, Send], Awaitable
             await _answer(services, request)
         except ClientGoneError:
             log.debug("client_gone", path=request.path, request_id=request.request_id)
-        except Exception as error:
+        except Exception as error:  # one request's failure must not become the connection's
             if not isinstance(error, RequestError):
                 log.exception("request_failed", path=request.path, request_id=request.request_id)
                 error = RequestError("the server failed at this request", status=500)
@@ -58,8 +58,7 @@ async def _answer(services: Services, request: Request) -> None:
     config = services.config.server
     allow_origin(request, config.cors_origins)
     if is_preflight(request):
-        methods = [method for method, path in ROUTES if path == request.path]
-        await answer_preflight(request, [*methods, "OPTIONS"])
+        await answer_preflight(request, [*_methods(request.path), "OPTIONS"])
         return
     check_key(request, config.api_key)
     await _route(request)(services, request)
@@ -77,10 +76,15 @@ def _route(request: Request) -> Handler:
     handler = ROUTES.get((method, request.path))
     if handler is not None:
         return handler
-    methods = sorted(method for method, path in ROUTES if path == request.path)
+    methods = _methods(request.path)
     if methods:
         request.add_header(b"allow", ", ".join(methods).encode())
         raise RequestError(f"{request.path} takes {', '.join(methods)}", status=405)
     shown = request.path[:200]
     hint = nearest(request.path, {path for _, path in ROUTES})
     raise RequestError(f"there is nothing at {shown}{hint}", status=404)
+
+
+def _methods(path: str) -> list[str]:
+    methods = {method for method, known in ROUTES if known == path}
+    return sorted(methods | {"HEAD"} if "GET" in methods else methods)

@@ -4,12 +4,15 @@
         |                                                    |
         '--EngineFatal, or exit before ready--> FAILED <-----'--gave up after MAX_FAILED_STARTS
 
-Whatever ends an incarnation, each request it held gets a last output with `finish_reason` "error".
+An EngineFatal of a restarted engine counts as one failed start: the memory, or the file, that it
+lacked may be there a moment later. Whatever ends an incarnation, each request that it held gets a
+last output with `finish_reason` "error".
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -47,6 +50,7 @@ SILENCE_LIMIT_S = 60.0
 """A ready engine that says nothing for so long is taken for hung: a step takes seconds at most."""
 MAX_FAILED_STARTS = 5
 FIRST_BACKOFF_S = 0.5
+STOPPING = "the server is stopping; this request was not finished"
 ENGINE_DIED = "the engine died while it held this request; it is being restarted, try again"
 
 
@@ -87,9 +91,11 @@ class Bridge:
         self._socket: zmq.asyncio.Socket | None = None
         self._process: EngineProcess | None = None
         self._last_heard_s = 0.0
-        self._fatal = ""
-        self._stopping = False
+        self._cause = ""  # of the latest incarnation's end
+        self._stop_asked = asyncio.Event()
         self._became_ready = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._ended.set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._encoder = msgspec.msgpack.Encoder()
@@ -132,6 +138,8 @@ class Bridge:
         Raises:
             RequestError: 503, the engine is not ready.
         """
+        if self._stop_asked.is_set():
+            raise RequestError("the server is stopping", status=503, retry_after_s=2.0)
         if self._state is not EngineState.READY:
             raise RequestError(f"the engine is {self._state.value}", status=503, retry_after_s=2.0)
         queue: asyncio.Queue[TokenOutput] = asyncio.Queue()
@@ -159,60 +167,96 @@ class Bridge:
         await self._idle.wait()
 
     async def run(self) -> None:
-        """Keep an engine alive until `stop`.
+        """Keep an engine alive until `stop`; to be called once.
 
         Raises:
             EngineError: No engine can be started; the text is fit for the operator.
         """
-        failed_starts = 0
-        while not self._stopping:
-            was_ready = await self._run_once()
-            self._fail_open_requests()
-            if self._stopping:
-                return
-            failed_starts = 0 if was_ready else failed_starts + 1
-            never_ready = self._restarts_total == 0 and not was_ready
-            if self._fatal or never_ready:
-                self._state = EngineState.FAILED
-                raise EngineError(self._fatal or "the engine ended before it was ready")
-            if failed_starts >= MAX_FAILED_STARTS:
-                self._state = EngineState.FAILED
-                raise EngineError(f"the engine failed to start {failed_starts} times in a row")
-            self._state = EngineState.RESTARTING
-            self._restarts_total += 1
-            await asyncio.sleep(self._first_backoff_s * 2**failed_starts)
+        self._ended.clear()
+        try:
+            await self._keep_alive()
+        finally:
+            self._fail_open_requests(STOPPING)
+            self._ended.set()
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """End the engine and close; requests still open get an error."""
-        self._stopping = True
+        self._stop_asked.set()
+        self._send(AbortRequests(list(self._queues)))
+        self._send(Shutdown())
+        self._fail_open_requests(STOPPING)
         if self._process is not None:
-            self._send(Shutdown())
-            self.abort(list(self._queues))
+            if self._state is not EngineState.READY:
+                self._process.kill()  # it reads no messages while it loads
             await self._process.stop(grace_s)
+        await self._ended.wait()
+        self._context.term()
         self._launcher.clean()
+
+    async def _keep_alive(self) -> None:
+        failed_starts = 0
+        while not self._stop_asked.is_set():
+            self._cause = ""
+            was_ready = await self._run_once()
+            self._fail_open_requests(ENGINE_DIED)
+            if self._stop_asked.is_set():
+                return
+            failed_starts = 0 if was_ready else failed_starts + 1
+            self._give_up_after(failed_starts)
+            self._state = EngineState.RESTARTING
+            self._stats = None
+            self._restarts_total += 1
+            log.error("engine_restarts", total=self._restarts_total, cause=self._cause)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(
+                    self._stop_asked.wait(), self._first_backoff_s * 2**failed_starts
+                )
+
+    def _give_up_after(self, failed_starts: int) -> None:
+        """Raise where another start is not worth trying: what never worked will not work now."""
+        if self._became_ready.is_set() and failed_starts < MAX_FAILED_STARTS:
+            return
+        self._state = EngineState.FAILED
+        if self._became_ready.is_set():
+            raise EngineError(
+                f"the engine failed to start {failed_starts} times in a row; at last: {self._cause}"
+            )
+        raise EngineError(self._cause)
 
     async def _run_once(self) -> bool:
         """Run one incarnation to its end; return whether it was ever ready."""
-        process = self._process = await self._launcher.launch()
-        self._socket = self._connect(process)
+        process = await self._launcher.launch()
+        self._process = process
         self._last_heard_s = self._clock()
+        exited = asyncio.create_task(process.wait())
+        try:
+            self._socket = self._connect(process)
+            if not self._stop_asked.is_set():
+                await self._talk_until(exited)
+        finally:
+            process.kill()
+            if self._socket is not None:
+                self._socket.close()
+            self._socket = None
+            status = await exited
+            self._process = None
+        self._cause = self._cause or f"the engine process ended with status {status}"
+        return self._state is EngineState.READY
+
+    async def _talk_until(self, exited: asyncio.Task[int]) -> None:
+        """Exchange messages until the process has ended, or should."""
         tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._ping())]
         try:
-            status = await process.wait()
-            await self._drain_last_words()
+            await asyncio.wait([exited, *tasks], return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
             for result in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(result, Exception):
-                    log.error("bridge_task_failed", error=repr(result))
-            self._socket.close()
-            self._socket = None
-            self._process = None
-            process.kill()
-        if not self._stopping:
-            log.error("engine_ended", status=status, open_requests=len(self._queues))
-        return self._state is EngineState.READY
+                    self._cause = f"the bridge to the engine failed: {result!r}"
+                    log.error("bridge_task_failed", error=repr(result), exc_info=result)
+        if exited.done():
+            await self._drain_last_words()
 
     def _connect(self, process: EngineProcess) -> zmq.asyncio.Socket:
         socket = self._context.socket(zmq.DEALER)
@@ -233,10 +277,8 @@ class Bridge:
             await asyncio.sleep(PING_INTERVAL_S)
             silence_s = self._clock() - self._last_heard_s
             if self._state is EngineState.READY and silence_s > self._silence_limit_s:
-                log.error("engine_silent", silence_s=round(silence_s, 1))
-                if self._process is not None:
-                    self._process.kill()
-                return
+                self._cause = f"it said nothing for {silence_s:.1f} s"
+                return  # which ends it
 
     async def _receive(self) -> None:
         while self._socket is not None:
@@ -267,14 +309,14 @@ class Bridge:
                 self._ready = message
                 self._state = EngineState.READY
                 self._became_ready.set()
-            case EngineFatal(error):
-                self._fatal = error
+            case EngineFatal():
+                self._cause = message.error
 
     def _resolve(self, folder: str) -> None:
         try:
             self._on_resolved(folder)
         except TailraceError as error:  # no tokenizer, no service: as fatal as the engine's own
-            self._fatal = str(error)
+            self._cause = str(error)
             if self._process is not None:
                 self._process.kill()
 
@@ -293,8 +335,8 @@ class Bridge:
         else:
             self._idle.set()
 
-    def _fail_open_requests(self) -> None:
+    def _fail_open_requests(self, why: str) -> None:
         queues, self._queues = self._queues, {}
         self._idle.set()
         for request_id, queue in queues.items():
-            queue.put_nowait(TokenOutput(request_id, [], finish_reason="error", error=ENGINE_DIED))
+            queue.put_nowait(TokenOutput(request_id, [], finish_reason="error", error=why))

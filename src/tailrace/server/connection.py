@@ -17,17 +17,22 @@ if TYPE_CHECKING:
     from asyncio import TimerHandle
 
 MAX_HEAD_BYTES = 64 * 1024
-_TOO_LARGE = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
-    b"content-length: 0\r\nconnection: close\r\n\r\n"
-)
+_ALONE = b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+_STALLED = b"HTTP/1.1 408 Request Timeout" + _ALONE
+_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large" + _ALONE
+
+
+class _HeadTooLargeError(Exception):
+    """Ends the parser's work; uvicorn then asks for a 400."""
 
 
 class Connection(HttpToolsProtocol):
     """One client connection.
 
     A head is under way from the connection's start, and from a later request's first byte, until
-    its blank line. While it is, a timer runs and its bytes are counted.
+    its blank line. While it is, a timer runs. Its size is counted twice: as the parser reports
+    its parts, which is exact however the bytes come, and as bytes received, which bounds a single
+    endless part that the parser still holds.
     """
 
     header_timeout_s: float = 10.0
@@ -36,7 +41,9 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._head_timer: TimerHandle | None = None
         self._head_bytes = 0
+        self._parsed_head_bytes = 0
         self._in_head = True
+        self._has_begun = False
 
     def connection_made(self, transport: Any) -> None:
         """Start the first head's deadline."""
@@ -54,25 +61,45 @@ class Connection(HttpToolsProtocol):
             self._head_bytes += len(data)
         super().data_received(data)
         # Still in the head after all of that: none of those bytes belonged to a body.
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.transport.write(_TOO_LARGE)
-            self.transport.close()
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(_TOO_LARGE)
 
     def on_message_begin(self) -> None:
         """A request's first byte has come."""
         super().on_message_begin()
+        self._has_begun = True
         if not self._in_head:
             self._start_head()
+
+    def on_url(self, url: bytes) -> None:
+        """Count the target."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Count a field."""
+        self._count(len(name) + len(value) + 4)  # ": " and the line's end
+        super().on_header(name, value)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what the parser did not take."""
+        if self._parsed_head_bytes > MAX_HEAD_BYTES:
+            self._refuse(_TOO_LARGE)
+        elif self._is_answering():
+            self.transport.close()
+        else:
+            super().send_400_response(msg)
 
     def on_headers_complete(self) -> None:
         """The head is whole: stop its deadline, offer the application to drop the connection."""
         self._end_head()
-        self.scope["extensions"] = {DROP_EXTENSION: self.transport.abort}  # type: ignore[typeddict-item] # ours
+        self.scope["extensions"] = {DROP_EXTENSION: {"call": self.transport.abort}}
         super().on_headers_complete()
 
     def _start_head(self) -> None:
         self._in_head = True
         self._head_bytes = 0
+        self._parsed_head_bytes = 0
         if self._head_timer is None:
             loop = asyncio.get_running_loop()
             self._head_timer = loop.call_later(self.header_timeout_s, self._close_stalled)
@@ -85,11 +112,24 @@ class Connection(HttpToolsProtocol):
 
     def _close_stalled(self) -> None:
         self._head_timer = None
-        if not self.transport.is_closing():
-            self.transport.write(
-                b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-            )
-            self.transport.close()
+        # A client that has said nothing would take an answer for that to its next request.
+        self._refuse(_STALLED if self._has_begun else b"")
+
+    def _count(self, size: int) -> None:
+        self._parsed_head_bytes += size
+        if self._parsed_head_bytes > MAX_HEAD_BYTES:
+            raise _HeadTooLargeError
+
+    def _refuse(self, answer: bytes) -> None:
+        """Close; say why, unless it would land amid the answer to an earlier request."""
+        if self.transport.is_closing():
+            return
+        if answer and not self._is_answering():
+            self.transport.write(answer)
+        self.transport.close()
+
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
 
 def connection_class(header_timeout_s: float) -> type[Connection]:

@@ -15,11 +15,12 @@ MAX_AGE_S = b"600"
 
 def allow_origin(request: Request, origins: Sequence[str]) -> bool:
     """Add the headers that let a named origin read the answer; return whether it is named."""
+    if origins:
+        request.add_header(b"vary", b"origin")  # of refusals too: caches must not mix them up
     origin = request.headers.get("origin")
     if not origin or not ("*" in origins or origin in origins):
         return False
     request.add_header(b"access-control-allow-origin", origin.encode("latin-1"))
-    request.add_header(b"vary", b"origin")
     request.add_header(b"access-control-expose-headers", b"x-request-id, retry-after")
     return True
 
@@ -34,4 +35,4 @@ async def answer_preflight(request: Request, methods: Sequence[str]) -> None:
     request.add_header(b"access-control-allow-methods", ", ".join(methods).encode())
     request.add_header(b"access-control-allow-headers", ALLOWED_HEADERS)
     request.add_header(b"access-control-max-age", MAX_AGE_S)
-    await request.send_bytes(204, b"", b"text/plain")
+    await request.send_nothing()

@@ -31,6 +31,7 @@ class Emitter:
         send: Sends body bytes; blocks while the client is behind.
         render: Turns a piece into an event's bytes.
         limit_bytes: Most that may wait.
+        opening: Goes out before the first piece.
     """
 
     def __init__(
@@ -39,10 +40,12 @@ class Emitter:
         render: Callable[[Piece], bytes],
         *,
         limit_bytes: int,
+        opening: bytes = b"",
     ) -> None:
         self._send = send
         self._render = render
         self._limit_bytes = limit_bytes
+        self._opening = opening
         self._pending: list[Piece] = []
         self._last_of: dict[int, Piece] = {}
         self._pending_bytes = 0
@@ -91,7 +94,8 @@ class Emitter:
         self._pending_bytes = 0
         if not self._is_complete:
             self._wakeup.clear()
-        return b"".join([self._render(piece) for piece in pieces])
+        opening, self._opening = self._opening, b""
+        return opening + b"".join([self._render(piece) for piece in pieces])
 
     async def _write(self, data: bytes) -> None:
         if not data:  # a piece need not be an event

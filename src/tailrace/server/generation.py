@@ -4,7 +4,7 @@
 
 Rules
 1. Whatever ends a generation (end, error, disconnect, slow reader), `close` aborts what is still
-   open at the engine and writes the one record; it is safe to call twice.
+   open at the engine; it is safe to call twice, and the first reason counts.
 2. A stop string ends a choice here, so the engine is told at once.
 3. Times are monotonic. What only the engine knows (when it was scheduled) comes with its last
    output, hence is missing for a choice that a stop string ended.
@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+import time
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from tailrace.clock import monotonic
 from tailrace.errors import RequestError
@@ -23,10 +24,11 @@ from tailrace.server.choice import Choice, Piece
 from tailrace.server.engine_client import EngineState
 from tailrace.server.protocol import PromptTokensDetails, Usage
 from tailrace.server.sampling import for_choice
+from tailrace.telemetry.request_log import RequestRecord
 from tailrace.types import EngineRequest
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator
 
     from tailrace.clock import Clock
     from tailrace.server.engine_client import OutputQueue
@@ -107,7 +109,6 @@ class Generation:
     job: Job
     clock: Clock = monotonic
     completion_tokens: int = 0
-    preemptions: int = 0
     finish_reason: str = ""
     """Why it ended: stop, length, or what `close` was told."""
     _members: list[_Member] = field(default_factory=list)
@@ -126,7 +127,7 @@ class Generation:
         for index in range(len(self.job.prompts) * self.job.n):
             self._submit(index)
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Yield what each engine output brings, until every choice is finished.
 
         Raises:
@@ -169,6 +170,27 @@ class Generation:
         still_open = [m.request_id for m in self._members if not m.choice.is_finished]
         if still_open:
             self.services.engine.abort(still_open)
+
+    def record(self) -> RequestRecord:
+        """Return what became of the request, for the log and the metrics."""
+        return RequestRecord(
+            request_id=self.job.request_id,
+            route=self.job.route,
+            # The one reading of the wall clock: to find the record, not to subtract from it.
+            unix_s=time.time(),
+            prompt_tokens=self.job.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            cached_tokens=self.cached_tokens,
+            preemptions=sum(m.times.preemptions for m in self._members if m.times),
+            choices=len(self.job.prompts) * self.job.n,
+            is_streaming=self.job.terms.is_streaming,
+            finish_reason=self.finish_reason,
+            **self._stamps(),
+        )
+
+    def _stamps(self) -> dict[str, Any]:
+        stamps = asdict(self.times)
+        return stamps | {"finished_s": stamps["finished_s"] or self.clock()}
 
     def _submit(self, index: int) -> None:
         job = self.job
@@ -225,8 +247,8 @@ class Generation:
     def _stamp(self, member: _Member, output: TokenOutput) -> None:
         if output.times is not None:
             member.times = output.times
-            self.preemptions += output.times.preemptions
-            if self.times.scheduled_s is None:
+            earliest = self.times.scheduled_s
+            if earliest is None or output.times.scheduled_s < earliest:
                 self.times.scheduled_s = output.times.scheduled_s
         if not output.token_ids:
             return
@@ -239,8 +261,9 @@ class Generation:
 
     def _failure(self, output: TokenOutput) -> RequestError:
         message = output.error or "the request was ended by the server: it is going down"
-        is_alive = self.services.engine.state is EngineState.READY
-        if is_alive and output.finish_reason == "error":
+        services = self.services
+        stays = services.engine.state is EngineState.READY and not services.draining
+        if stays and output.finish_reason == "error":
             return RequestError(message, status=500, code="engine_error")
         return RequestError(
             message, status=503, code="engine_unavailable", retry_after_s=ENGINE_RETRY_AFTER_S

@@ -23,7 +23,7 @@ Send = Callable[[Message], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
 DROP_EXTENSION = "tailrace.drop"
-"""In the scope's extensions: closes the connection at once (see connection.py)."""
+"""In the scope's extensions; its "call" closes the connection at once (see connection.py)."""
 
 _T = TypeVar("_T")
 _REQUEST_ID_CHARS = 128
@@ -51,7 +51,9 @@ class Request:
         self.is_answered = False
         self._has_body = False
         self._extra_headers: list[Header] = [(b"x-request-id", self.request_id.encode("latin-1"))]
-        self._drop: Callable[[], None] | None = scope.get("extensions", {}).get(DROP_EXTENSION)
+        self._drop: Callable[[], None] | None = (
+            scope.get("extensions", {}).get(DROP_EXTENSION, {}).get("call")
+        )
         self._receive = receive
         self._send = send
         self._config = config
@@ -109,6 +111,11 @@ class Request:
         body = b"" if self.method == "HEAD" else data
         await self._send({"type": "http.response.body", "body": body})
 
+    async def send_nothing(self) -> None:
+        """Answer 204, which has neither a body nor its headers."""
+        await self._start(204, [])
+        await self._send({"type": "http.response.body", "body": b""})
+
     async def send_error(self, error: RequestError) -> None:
         """Answer with an error in OpenAI's shape."""
         if error.retry_after_s is not None:
@@ -137,11 +144,15 @@ class Request:
 
     async def _start(self, status: int, headers: list[Header]) -> None:
         self.is_answered = True
-        if not self._has_body and self.method in ("POST", "PUT", "PATCH"):
+        if not self._has_body and self._brings_body():
             # Bytes of an unread body may follow: this connection serves no further request.
             headers.append((b"connection", b"close"))
         start = {"type": "http.response.start", "status": status}
         await self._send(start | {"headers": headers + self._extra_headers})
+
+    def _brings_body(self) -> bool:
+        length = self.headers.get("content-length", "0")
+        return length != "0" or "transfer-encoding" in self.headers
 
 
 Handler = Callable[["Services", Request], Awaitable[None]]

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-# msgspec ends its messages with " - at `$.messages[0].role`".
-_PLACE = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+# msgspec ends its messages with " - at `$.messages[0].role`", or "... `key` in `$.logit_bias`".
+_PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
+_MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
 
 
 class ClientGoneError(Exception):
@@ -73,20 +74,30 @@ def decode(body: bytes, kind: type[_T]) -> _T:
         RequestError: 400; `param` names the field where one is at fault.
     """
     try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        text = str(error)
-        place = _PLACE.search(text)
-        path = place["path"] if place else ""
-        raise RequestError(
-            f"{path or 'body'}: {text[: place.start()] if place else text}", param=path or None
-        ) from error
-    except msgspec.DecodeError as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from error
+        # The whole of it: msgspec passes over the bytes of fields that the type lacks.
+        text = body.decode()
+        return msgspec.json.decode(text, type=kind)
     except UnicodeDecodeError as error:
-        raise RequestError(f"the body is not valid UTF-8: {error.reason}") from error
+        raise RequestError(
+            f"the body is not valid UTF-8: {error.reason} (byte {error.start})"
+        ) from error
+    except msgspec.ValidationError as error:
+        raise _wrong_value(str(error)) from error
+    except msgspec.DecodeError as error:
+        hint = "; a \\uD800 to \\uDFFF escape must have its pair" if "\\ud" in text.lower() else ""
+        raise RequestError(f"the body is not valid JSON: {error}{hint}") from error
     except RecursionError as error:
         raise RequestError("the body is not valid JSON: nested too deeply") from error
+
+
+def _wrong_value(text: str) -> RequestError:
+    """Turn msgspec's message into ours, with the field as `param`."""
+    place = _PLACE.search(text)
+    path = place["path"].replace("[...]", "") if place else ""
+    if missing := _MISSING.search(text):
+        path = f"{path}.{missing['name']}" if path else missing["name"]
+    what = text[: place.start()] if place else text
+    return RequestError(f"{path or 'body'}: {what}", param=path or None)
 
 
 def _check_size(size: int, max_bytes: int) -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tailrace.server.protocol import OpenAIFields
     from tailrace.server.sampling import Limits
     from tailrace.server.services import Services, TextServices
+    from tailrace.types import SamplingParams
 
 _STRUCTURED = (
     "guided_json",
@@ -107,17 +108,7 @@ async def _completion_job(
         request_id=f"cmpl-{uuid.uuid4().hex}",
         route="/v1/completions",
         prompts=prompts,
-        sampling=[
-            fit(
-                sampling,
-                len(prompt.token_ids),
-                1 if max_tokens == 0 else max_tokens,
-                limits,
-                default=limits.server.default_max_tokens,
-                prompt_name="prompt",
-            )
-            for prompt in prompts
-        ],
+        sampling=[_fit_completion(sampling, prompt, max_tokens, limits) for prompt in prompts],
         terms=terms,
         drops_output=max_tokens == 0,
         received_s=received_s,
@@ -134,6 +125,20 @@ async def _completion_job(
         echo=echo,
     )
     return job, form
+
+
+def _fit_completion(
+    sampling: SamplingParams, prompt: Prompt, max_tokens: int | None, limits: Limits
+) -> SamplingParams:
+    return fit(
+        sampling,
+        len(prompt.token_ids),
+        # The engine makes at least one; a job that wants none drops it.
+        1 if max_tokens == 0 else max_tokens,
+        limits,
+        default=limits.server.default_max_tokens,
+        prompt_name="prompt",
+    )
 
 
 async def _chat_job(

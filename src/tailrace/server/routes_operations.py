@@ -62,9 +62,9 @@ ROUTES: dict[tuple[str, str], Handler] = {
 def _status(services: Services) -> str:
     state = services.engine.state
     if state is not EngineState.READY:
-        return state.value
+        return str(state.value)
     if services.text is None:
-        return EngineState.STARTING.value
+        return str(EngineState.STARTING.value)
     return "draining" if services.draining else "ok"
 
 

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("tailrace.server")
 
+BACKLOG = 2048
+
 
 class _Server(uvicorn.Server):
     """Leaves signals to us: uvicorn would re-raise SIGTERM after a clean end (status -15)."""
@@ -75,7 +77,10 @@ async def _serve(config: Config, listener: socket.socket) -> int:
         await asyncio.wait([engine, http, stopped], return_when=asyncio.FIRST_COMPLETED)
         if engine.done():
             return _engine_failed(engine)
-        await _drain(services, bridge, stop)
+        if http.done():
+            http.result()
+            raise EngineError("the HTTP server ended by itself")
+        await _drain(services, stop)
         return 0
     finally:
         services.draining = True
@@ -129,9 +134,10 @@ async def _announce(
 ) -> None:
     """Say once, in one line, that the server is ready."""
     ready = await bridge.wait_ready()
+    host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
     log.info(
         "ready",
-        url=f"http://{config.server.host}:{listener.getsockname()[1]}",
+        url=f"http://{host}:{listener.getsockname()[1]}",
         model=services.text.model_name if services.text else "",
         device=ready.device,
         context_length=ready.context_length,
@@ -141,16 +147,16 @@ async def _announce(
     )
 
 
-async def _drain(services: Services, bridge: Bridge, stop: asyncio.Event) -> None:
+async def _drain(services: Services, stop: asyncio.Event) -> None:
     services.draining = True
     timeout_s = services.config.server.drain_timeout_s
-    log.info("draining", open_requests=bridge.open_requests, timeout_s=timeout_s)
+    log.info("draining", sequences=services.admission.sequences, timeout_s=timeout_s)
     stop.clear()  # the next signal means: now
-    waits = [asyncio.create_task(bridge.wait_idle()), asyncio.create_task(stop.wait())]
+    waits = [asyncio.create_task(services.admission.wait_empty()), asyncio.create_task(stop.wait())]
     _, pending = await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     for task in pending:
         task.cancel()
-    log.info("drained", open_requests=bridge.open_requests)
+    log.info("drained", sequences=services.admission.sequences)
 
 
 def _stop_on_signals() -> asyncio.Event:
@@ -167,6 +173,8 @@ def _bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        # Here, where a failure is one readable line: with SO_REUSEADDR two may bind, one listens.
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error

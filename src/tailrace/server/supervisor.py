@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import sys
 import tempfile
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from tailrace.config import EngineConfig
 
+MAX_SOCKET_PATH_BYTES = 107  # of sockaddr_un, without its final zero
 WORKER = (sys.executable, "-m", "tailrace.engine.worker")
 
 
@@ -83,6 +85,12 @@ class Launcher:
         """
         self.launched += 1
         socket_path = self.folder / f"engine-{self.launched}.sock"
+        size = len(os.fsencode(socket_path))
+        if size > MAX_SOCKET_PATH_BYTES:
+            raise EngineError(
+                f"the socket's path {socket_path} has {size} bytes; the system takes "
+                f"{MAX_SOCKET_PATH_BYTES}: set TMPDIR to a shorter folder"
+            )
         try:
             process = await asyncio.create_subprocess_exec(
                 *self.command, stdin=asyncio.subprocess.PIPE

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 WINDOW_S = 10.0
 _SAMPLE_S = 0.5
+_COUNTERS = ("steps_total", "generation_tokens_total", "busy_s_total")
 
 
 class RateWindow:
@@ -25,7 +26,7 @@ class RateWindow:
     def add(self, stats: EngineStats) -> None:
         """Take a report; one whose counters went back is a new engine's."""
         samples = self._samples
-        if samples and stats.steps_total < samples[-1].steps_total:
+        if samples and any(getattr(stats, c) < getattr(samples[-1], c) for c in _COUNTERS):
             samples.clear()
         if len(samples) > 1 and stats.time_s - samples[-2].time_s < _SAMPLE_S:
             samples.pop()

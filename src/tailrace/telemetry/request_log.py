@@ -6,6 +6,9 @@ is counted and dropped.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import queue
 import threading
 from pathlib import Path
@@ -47,6 +50,7 @@ class RequestLog:
 
     def __init__(self, path: str) -> None:
         self.dropped_total = 0
+        self._is_torn = False
         self._path = Path(path) if path else None
         self._records: queue.Queue[RequestRecord | None] = queue.Queue(_QUEUE_RECORDS)
         self._thread: threading.Thread | None = None
@@ -75,21 +79,35 @@ class RequestLog:
         while (record := self._records.get()) is not None:
             try:
                 file = file or self._open()
-                file.write(msgspec.json.encode(record) + b"\n")
-                file.flush()
+                self._append(file, msgspec.json.encode(record) + b"\n")
             except OSError as error:
                 self._note_drop(error)
-                # A file whose buffer could not be written fails at every later call: start anew.
-                file = None
-        if file is not None:
-            file.close()
+                _close(file)
+                file = None  # the next record tries the path anew
+        _close(file)
 
     def _open(self) -> IO[bytes]:
         if self._path is None:
             raise OSError("no path")
         return self._path.open("ab", buffering=0)
 
+    def _append(self, file: IO[bytes], line: bytes) -> None:
+        if self._is_torn:  # end the half line that a full disk left
+            line = b"\n" + line
+        written = file.write(line)
+        is_whole = written == len(line)
+        if written:
+            self._is_torn = not is_whole
+        if not is_whole:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     def _note_drop(self, error: OSError) -> None:
         if self.dropped_total == 0:
             log.warning("cannot_write", path=str(self._path), error=error.strerror)
         self.dropped_total += 1
+
+
+def _close(file: IO[bytes] | None) -> None:
+    if file is not None:
+        with contextlib.suppress(OSError):
+            file.close()

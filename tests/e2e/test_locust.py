@@ -1,0 +1,81 @@
+"""Two Locust load scripts, written by people who have never heard of Tailrace: no failure."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from pydoc_data import topics
+
+import pytest
+
+pytest.importorskip("locust", reason="locust is not installed: pip install -e '.[bench]'")
+pytestmark = pytest.mark.e2e
+
+SCRIPTS = Path(__file__).with_name("locustfiles")
+
+
+@pytest.fixture
+def run_locust(server, tmp_path):
+    """Run a script headless; return its statistics by request name."""
+
+    def run(script: str, *, users: int, seconds: int, **environment: str) -> dict[str, dict]:
+        command = [sys.executable, "-m", "locust", "-f", str(SCRIPTS / script), "--headless"]
+        command += ["-u", str(users), "-r", "10", "-t", f"{seconds}s", "--stop-timeout", "60"]
+        command += ["--host", server.url, "--csv", str(tmp_path / "stats"), "--only-summary"]
+        done = subprocess.run(
+            command,
+            env=os.environ | environment,
+            cwd=tmp_path,
+            capture_output=True,
+            check=False,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        with (tmp_path / "stats_stats.csv").open(newline="") as file:
+            return {row["Name"]: row for row in csv.DictReader(file)}
+
+    return run
+
+
+def counts(row: dict[str, str]) -> tuple[int, int]:
+    return int(row["Request Count"]), int(row["Failure Count"])
+
+
+def logged_prompts() -> list[dict]:
+    """1000 prompts that end amid a paragraph, so that a model has more than 10 tokens to say."""
+    words = re.sub(r"[^a-z ]+", " ", topics.topics["exceptions"] + topics.topics["import"]).split()
+    starts = itertools.cycle(range(0, len(words) - 200, 37))
+    return [
+        {
+            "prompt": "Chapter one. " + " ".join(words[start : start + 40 + number % 120]),
+            "output_tokens": 16 + number % 16,
+        }
+        for number, start in zip(range(1000), starts, strict=False)
+    ]
+
+
+def test_the_script_of_text_1_streams_without_a_failure(run_locust, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(p) + "\n" for p in logged_prompts()), "utf-8")
+    rows = run_locust("text1.py", users=6, seconds=5, PROMPTS=str(prompts))
+    requests, failures = counts(rows["generate"])
+    assert failures == 0
+    assert requests >= 6
+    assert counts(rows["first token"]) == counts(rows["end to end"]) == (requests, 0)
+    first, whole = (float(rows[n]["Average Response Time"]) for n in ("first token", "end to end"))
+    assert 0 < first < whole
+
+
+def test_the_script_of_text_2_reads_the_latency_of_each_answer(run_locust):
+    rows = run_locust("text2.py", users=4, seconds=5, OUTPUT_TOKENS="24")
+    requests, failures = counts(rows["/generate"])
+    assert failures == 0
+    assert requests >= 4
+    assert counts(rows["Aggregated"])[1] == 0

@@ -1,0 +1,53 @@
+"""More requests than the KV cache holds: recomputed, and no token differs."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from tests.e2e.observe import metric, wait_idle
+
+pytestmark = pytest.mark.e2e
+
+REQUESTS = 6
+PROMPTS = [f"{number} " + "abcdefgh" * (6 + number) for number in range(REQUESTS)]
+OUTPUT_TOKENS = 220
+KV_TOKENS = 512
+"""One request needs at most 90 + 220 tokens; six want about three times what is there."""
+
+
+async def ask(client: httpx.AsyncClient, prompt: str) -> list[int]:
+    body = {
+        "prompt": prompt,
+        "max_tokens": OUTPUT_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    answer = await client.post("/v1/completions", json=body)
+    answer.raise_for_status()
+    (choice,) = answer.json()["choices"]
+    assert choice["finish_reason"] == "length"
+    return choice["token_ids"]
+
+
+async def alone_and_together(url: str) -> tuple[list[list[int]], list[list[int]]]:
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        alone = [await ask(client, prompt) for prompt in PROMPTS]
+        assert metric(url, "tailrace:num_preemptions_total") == 0
+        together = await asyncio.gather(*(ask(client, prompt) for prompt in PROMPTS))
+    return alone, together
+
+
+@pytest.mark.parametrize("prefix_cache", ["--prefix-cache", "--no-prefix-cache"])
+def test_preempted_requests_complete_with_the_tokens_they_have_alone(tiny_server, prefix_cache):
+    settings = ("--kv-cache-tokens", str(KV_TOKENS), "--max-batch-size", "8", prefix_cache)
+    settings += ("--context-length", str(KV_TOKENS))
+    with tiny_server(*settings) as server:
+        alone, together = asyncio.run(alone_and_together(server.url))
+        assert [len(ids) for ids in together] == [OUTPUT_TOKENS] * REQUESTS
+        assert together == alone
+        assert metric(server.url, "tailrace:num_preemptions_total") > 0
+        wait_idle(server.url)

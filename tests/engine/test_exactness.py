@@ -1,0 +1,162 @@
+"""Greedy output does not depend on batch composition, chunking, cache hits or preemption.
+
+Exact on tiny float32 models, through the real scheduler, runner, kernels and sampler.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tailrace.clock import VirtualClock
+from tailrace.engine.block_manager import BlockManager
+from tailrace.engine.engine import Engine
+from tailrace.engine.runner import Runner
+from tailrace.engine.sampler import Sampler
+from tailrace.engine.scheduler import Scheduler
+from tailrace.kernels.select import select
+from tailrace.models.loader import load_model
+from tailrace.types import EngineRequest, SamplingParams
+from tests.support.tiny import make_tiny_checkpoint
+
+NUM_BLOCKS = 24
+SLOTS = 6
+CONTEXT = 128
+
+
+def run_now(function, *args) -> Future:
+    done: Future = Future()
+    done.set_result(function(*args))
+    return done
+
+
+@dataclass
+class Model:
+    model: object
+
+    def engine(self, *, budget: int, block_size: int = 8, prefix_cache: bool = True) -> Engine:
+        config = self.model.config
+        sampler = Sampler(SLOTS, config.vocab_size, config.eos_token_ids, 0)
+        runner = Runner(
+            self.model, sampler, num_blocks=NUM_BLOCKS, block_size=block_size, num_slots=SLOTS
+        )
+        for k_cache, v_cache in runner.kv_caches:
+            k_cache.fill_(torch.nan)
+            v_cache.fill_(torch.nan)
+        return Engine(
+            Scheduler(
+                BlockManager(NUM_BLOCKS, block_size, prefix_cache=prefix_cache),
+                max_batch_size=SLOTS,
+                token_budget=budget,
+            ),
+            runner,
+            submit=run_now,
+            clock=VirtualClock(),
+            context_length=CONTEXT,
+            vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+        )
+
+
+def generate(engine: Engine, prompts: list[list[int]], max_tokens: int, **sampling) -> list:
+    for i, prompt in enumerate(prompts):
+        params = {"temperature": 0.0, "ignore_eos": True} | sampling
+        refused = engine.add(
+            EngineRequest(
+                request_id=f"r{i}",
+                token_ids=prompt,
+                sampling=SamplingParams(max_tokens=max_tokens, **params),
+                arrival_s=float(i),
+            )
+        )
+        assert refused is None
+    tokens: dict[str, list[int]] = {f"r{i}": [] for i in range(len(prompts))}
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None
+            tokens[output.request_id] += output.token_ids
+        engine.scheduler.blocks.check_integrity()
+    return list(tokens.values())
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+def model(request, tmp_path_factory) -> Model:
+    folder = make_tiny_checkpoint(tmp_path_factory.mktemp(request.param), family=request.param)
+    kernels = select("auto", 1)
+    return Model(load_model(folder, dtype="float32", kernels=kernels))
+
+
+prompts = st.lists(
+    st.builds(
+        lambda stem, tail: (
+            [7, 3, 200, 41, 9, 9, 120, 5, 66, 31, 8, 250, 1, 2, 90, 17][:stem] + tail
+        ),
+        st.integers(0, 16),
+        st.lists(st.integers(0, 255), min_size=1, max_size=24),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    prompts=prompts,
+    budget=st.integers(SLOTS, 40),
+    block_size=st.sampled_from([8, 16, 32]),
+    prefix_cache=st.booleans(),
+)
+def test_greedy_tokens_are_those_of_the_request_alone_in_one_chunk(
+    model, prompts, budget, block_size, prefix_cache
+):
+    alone = [generate(model.engine(budget=1000), [prompt], 12)[0] for prompt in prompts]
+    engine = model.engine(budget=budget, block_size=block_size, prefix_cache=prefix_cache)
+    assert generate(engine, prompts, 12) == alone
+    # Once more on the same engine: with a prefix cache, now out of it.
+    assert generate(engine, prompts, 12) == alone
+
+
+def test_preempted_sequences_continue_as_if_nothing_had_happened(model):
+    prompts = [[i * 11 + 1] * 30 for i in range(5)]
+    alone = [generate(model.engine(budget=1000), [prompt], 40)[0] for prompt in prompts]
+    engine = model.engine(budget=64, prefix_cache=False)
+    assert generate(engine, prompts, 40) == alone
+    assert engine.scheduler.preemptions_total > 0
+
+
+def test_seeded_sampling_is_the_same_in_any_company_and_after_a_preemption(model):
+    prompts = [[i * 11 + 1] * 30 for i in range(5)]
+    sampling = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
+    alone = [generate(model.engine(budget=1000), [p], 40, **sampling)[0] for p in prompts]
+    engine = model.engine(budget=64, prefix_cache=False)
+    assert generate(engine, prompts, 40, **sampling) == alone
+    assert engine.scheduler.preemptions_total > 0
+
+
+def test_prompt_logprobs_do_not_depend_on_chunking(model):
+    def scores(budget: int) -> list[float]:
+        engine = model.engine(budget=budget)
+        engine.add(
+            EngineRequest(
+                request_id="r",
+                token_ids=list(range(50)),
+                sampling=SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0),
+                arrival_s=0.0,
+            )
+        )
+        outputs = []
+        while engine.has_work:
+            outputs += engine.step()
+        assert outputs[0].prompt_logprobs[0] is None
+        return [entry.logprob for entry in outputs[0].prompt_logprobs[1:]]
+
+    whole, chunked = scores(1000), scores(7)
+    assert len(whole) == 49
+    assert chunked == pytest.approx(whole, abs=1e-4)

@@ -1,0 +1,121 @@
+"""Keys: every path but the probes, and no way around."""
+
+import pytest
+
+from tailrace.config import Config, ServerConfig
+from tailrace.server.app import ROUTES
+from tailrace.server.auth import PUBLIC_PATHS
+from tests.server.running_app import running_app
+
+KEY = "geheim-schlüssel"
+
+
+@pytest.fixture(scope="module")
+def app(tiny_folder):
+    with running_app(tiny_folder, config=Config(server=ServerConfig(api_key=KEY))) as app:
+        yield app
+
+
+def bearer(key):
+    return {"authorization": f"Bearer {key}".encode()}
+
+
+def test_three_probes_are_open_and_no_more():
+    assert {"/health", "/ready", "/live"} == PUBLIC_PATHS
+
+
+@pytest.mark.parametrize(("method", "path"), sorted(ROUTES))
+def test_every_route_but_the_probes_asks_for_a_key(app, method, path):
+    answer = app.client.request(method, path)
+    assert (answer.status_code == 401) is (path not in PUBLIC_PATHS)
+    if path not in PUBLIC_PATHS:
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+        assert KEY not in answer.text
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "//v1/models",
+        "/v1//models",
+        "/v1/../metrics",
+        "/health/../metrics",
+        "/health/",
+        "/health/..;/metrics",
+        "//health",
+        "/Health",
+        "/health%2f..%2fmetrics",
+        "/health%00",
+        "/health;/metrics",
+        "/%2e/metrics",
+        "/metrics?/health",
+        "/metrics#/health",
+        "/v1%2Fmodels",
+        "/%76ersion",
+        "/nowhere",
+        "/",
+        "*",
+        "http://127.0.0.1/metrics",
+        "http://health/metrics",
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "OPTIONS", "DELETE", "TRACE"])
+def test_no_spelling_of_a_path_gets_around_the_key(app, method, path):
+    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    status = int(app.raw(head.encode()).split(b" ", 2)[1])
+    assert status in (400, 401)  # 400: the target is no path at all
+    assert status == 401 or path in ("*", "/metrics#/health")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        bearer("wrong"),
+        bearer(KEY + "x"),
+        bearer(KEY[:-1]),
+        bearer(KEY.upper()),
+        {"authorization": KEY.encode()},
+        {"authorization": f"Basic {KEY}".encode()},
+        {"authorization": b"Bearer"},
+        {"authorization": b"Bearer \xff\xfe"},
+        {"x-api-key": "wrong"},
+        {"x-api-key": ""},
+        {"cookie": f"key={KEY}".encode()},
+    ],
+)
+def test_a_wrong_key_is_401(app, headers):
+    assert app.get("/v1/models", headers=headers).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        bearer(KEY),
+        {"authorization": f"bearer  {KEY}".encode()},
+        {"authorization": f"BEARER {KEY}".encode()},
+        {"x-api-key": KEY.encode()},
+    ],
+)
+def test_the_key_opens_were_it_outside_ascii(app, headers):
+    assert app.get("/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("path", sorted(PUBLIC_PATHS))
+def test_probes_answer_without_a_key_and_with_a_wrong_one(app, path):
+    assert app.get(path).status_code == 200
+    assert app.get(path, headers=bearer("wrong")).status_code == 200
+
+
+def test_a_refused_request_does_not_reach_the_engine(app):
+    app.post("/generate", {"prompt": "Hi", "max_tokens": 1})
+    assert app.engine.requests == []
+    app.post("/generate", {"prompt": "Hi", "max_tokens": 1}, headers=bearer(KEY))
+    assert len(app.engine.requests) == 1
+
+
+def test_without_a_key_of_the_servers_everyone_may_come(tiny_folder):
+    with running_app(tiny_folder) as app:
+        assert app.get("/v1/models").status_code == 200
+        assert app.get("/v1/models", headers=bearer("any")).status_code == 200

@@ -1,0 +1,201 @@
+"""Connections of bare bytes: slow, endless and malformed heads, and what they leave alone."""
+
+import json
+import socket
+
+import pytest
+
+from tailrace.config import Config, ServerConfig
+from tailrace.server.connection import MAX_HEAD_BYTES
+from tests.server.fake_engine import Script
+from tests.server.running_app import read_to_end, running_app
+
+GET = b"GET /live HTTP/1.1\r\nhost: x\r\n"
+LAST = GET + b"connection: close\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def app(tiny_folder):
+    with running_app(tiny_folder) as app:
+        yield app
+
+
+@pytest.fixture(scope="module")
+def hasty(tiny_folder):
+    """A server that gives a head a twentieth of a second."""
+    config = Config(server=ServerConfig(header_timeout_s=0.05))
+    paused = {"": Script("abcdef", pause_after=3)}
+    with running_app(tiny_folder, paused, config) as app:
+        yield app
+
+
+def status(answer):
+    return int(answer.split(b" ", 2)[1])
+
+
+def read_until(connection, end):
+    received = b""
+    while end not in received:
+        part = connection.recv(65536)
+        assert part, received
+        received += part
+    return received
+
+
+def generate(prompt):
+    body = json.dumps({"prompt": prompt, "max_tokens": 6, "stream": True}).encode()
+    return b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"G", b"GET /live HTTP/1.1\r\n", GET, GET + b"x-slow: a", LAST[:-1]],
+)
+def test_a_head_that_never_completes_is_408_and_the_end(hasty, head):
+    answer = hasty.raw(head)
+    assert status(answer) == 408
+    assert b"connection: close" in answer
+
+
+def test_a_connection_that_says_nothing_is_closed_without_an_answer(hasty):
+    assert hasty.raw() == b""
+
+
+def test_a_later_head_has_a_deadline_of_its_own(hasty):
+    with hasty.connect() as connection:
+        connection.sendall(GET + b"\r\n")
+        assert status(read_until(connection, b"}")) == 200
+        connection.sendall(GET)
+        assert status(read_to_end(connection)) == 408
+
+
+def test_a_request_that_came_in_time_may_take_its_time(hasty):
+    with hasty.connect() as connection:
+        connection.sendall(generate("slow"))
+        read_until(connection, b'"c"')
+        assert hasty.raw(b"G").startswith(b"HTTP/1.1 408")  # a whole deadline has passed
+        script = hasty.engine.scripts[""]
+        hasty.call(script.go_on.set)
+        assert b"[DONE]" in read_until(connection, b"[DONE]")
+        hasty.call(script.go_on.clear)
+
+
+def test_a_stalled_second_head_does_not_write_into_the_first_answer(hasty):
+    with hasty.connect() as connection:
+        connection.sendall(generate("first") + b"GET /live HT")
+        answer = read_to_end(connection)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+# Size
+
+
+def head_of(size):
+    """A head whose parts count exactly `size` bytes, without its request line's frame."""
+    fixed = len("/live") + len("hostx") + 4 + len("connectionclose") + 4 + len("x-fill") + 4
+    return LAST[:-2] + b"x-fill: " + b"a" * (size - fixed) + b"\r\n\r\n"
+
+
+def test_a_head_of_exactly_the_limit_is_served(app):
+    assert status(app.raw(head_of(MAX_HEAD_BYTES))) == 200
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        pytest.param(head_of(MAX_HEAD_BYTES + 1), id="one field, whole"),
+        pytest.param(head_of(200_000), id="one large field, whole"),
+        pytest.param(head_of(200_000)[:-4], id="one large field, unfinished"),
+        pytest.param(GET + b"a: b\r\n" * 20_000 + b"\r\n", id="many fields, whole"),
+        pytest.param(GET + b"a: b\r\n" * 20_000, id="many fields, unfinished"),
+        pytest.param(b"GET /" + b"x" * 200_000 + b" HTTP/1.1\r\n\r\n", id="target"),
+        pytest.param(b"GET /" + b"x" * 200_000, id="target, unfinished"),
+        pytest.param(GET + b"y" * 200_000, id="field name, unfinished"),
+    ],
+)
+def test_a_head_too_large_is_431_and_the_end(app, head):
+    answer = app.raw(head)
+    assert status(answer) == 431
+    assert b"connection: close" in answer
+
+
+@pytest.mark.parametrize("part", [1000, 65536])
+def test_the_limit_does_not_depend_on_how_the_bytes_come(app, part):
+    for size, expected in ((MAX_HEAD_BYTES, 200), (200_000, 431)):
+        head = head_of(size)
+        parts = [head[i : i + part] for i in range(0, len(head), part)]
+        with app.connect() as connection:
+            try:
+                for piece in parts:
+                    connection.sendall(piece)
+            except ConnectionError:
+                assert expected == 431  # refused while it was still being sent
+            assert status(read_to_end(connection)) == expected
+
+
+def test_each_request_of_a_connection_has_the_whole_limit(app):
+    large = head_of(60_000).replace(b"connection: close\r\n", b"")
+    answer = app.raw(*[large] * 5, head_of(60_000))
+    assert answer.count(b"HTTP/1.1 200") == 6
+
+
+def test_body_bytes_do_not_count_as_head(app):
+    body = json.dumps({"prompt": "x" * 100_000}).encode()
+    head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+    assert status(app.raw(head % len(body) + body)) == 200
+
+
+# Form
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET /live HTTP/9.9\r\n\r\n",
+        b"G\xff\xff /live HTTP/1.1\r\n\r\n",
+        b"GET /l\xefve HTTP/1.1\r\nhost: x\r\n\r\n",
+        GET + b"bad header: x\r\n\r\n",
+        GET + b"x: a\r\x00\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nabcdef",
+        b"POST /generate HTTP/1.1\r\ncontent-length: " + b"9" * 100 + b"\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"CONNECT example.org:443 HTTP/1.1\r\nhost: x\r\n\r\n",
+    ],
+)
+def test_what_is_not_http_is_400_and_the_end(app, sent):
+    assert status(app.raw(sent)) == 400
+    assert app.get("/live").status_code == 200
+
+
+def test_a_bad_chunk_ends_the_request_without_an_answer_in_an_answer(app):
+    head = b"POST /generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    answer = app.raw(head + b"zz\r\n{}\r\n0\r\n\r\n")
+    assert answer.count(b"HTTP/1.1") <= 1
+    assert not answer.startswith(b"HTTP/1.1 2")
+    assert app.get("/live").status_code == 200
+
+
+def test_an_upgrade_that_we_lack_is_served_as_plain_http(app):
+    asked = GET + b"connection: upgrade\r\nupgrade: h2c\r\n\r\n"
+    with app.connect() as connection:
+        connection.sendall(asked)
+        assert status(read_until(connection, b"}")) == 200
+
+
+def test_pipelined_requests_are_answered_in_order(app):
+    ready = GET.replace(b"live", b"ready")
+    answer = app.raw(GET + b"\r\n" + ready + b"\r\n" + LAST)
+    assert answer.count(b"HTTP/1.1 200") == 3
+    assert answer.index(b'"ready"') < answer.index(b'"ok"') < answer.rindex(b'"ready"')
+
+
+def test_a_client_that_resets_midway_leaves_the_others_alone(app):
+    with app.connect() as connection:
+        connection.sendall(GET)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+    assert app.get("/live").status_code == 200

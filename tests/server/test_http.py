@@ -1,0 +1,192 @@
+"""Request and its answers, over receive and send made by hand."""
+
+import asyncio
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.config import ServerConfig
+from tailrace.errors import RequestError
+from tailrace.server.http import DROP_EXTENSION, Request, error_body
+
+
+class Exchange:
+    """A request, and what was sent for it."""
+
+    def __init__(self, method="GET", headers=(), incoming=()):
+        self.sent = []
+        self.drops = 0
+        self._incoming = list(incoming)
+        scope = {
+            "method": method,
+            "path": "/x",
+            "headers": list(headers),
+            "extensions": {DROP_EXTENSION: {"call": self._drop}},
+        }
+        self.request = Request(scope, self._receive, self._send, ServerConfig())
+
+    async def _receive(self):
+        return self._incoming.pop(0)
+
+    async def _send(self, message):
+        self.sent.append(message)
+
+    def _drop(self):
+        self.drops += 1
+
+    @property
+    def status(self):
+        return self.sent[0]["status"]
+
+    @property
+    def headers(self):
+        return dict(self.sent[0]["headers"])
+
+    @property
+    def body(self):
+        return b"".join(message["body"] for message in self.sent[1:])
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+def test_json_goes_out_with_its_length_and_the_requests_id():
+    exchange = Exchange()
+    run(exchange.request.send_json(201, {"text": "é"}))
+    assert exchange.status == 201
+    assert exchange.headers[b"content-type"] == b"application/json"
+    assert exchange.headers[b"content-length"] == str(len(exchange.body)).encode()
+    assert exchange.headers[b"x-request-id"].decode() == exchange.request.request_id
+    assert json.loads(exchange.body) == {"text": "é"}
+    assert exchange.request.is_answered
+
+
+def test_head_gets_the_headers_alone():
+    exchange = Exchange("HEAD")
+    run(exchange.request.send_json(200, {"a": 1}))
+    assert exchange.headers[b"content-length"] == b"7"
+    assert exchange.body == b""
+
+
+def test_204_has_neither_a_body_nor_its_headers():
+    exchange = Exchange("OPTIONS")
+    run(exchange.request.send_nothing())
+    assert exchange.status == 204
+    assert set(exchange.headers) == {b"x-request-id"}
+    assert exchange.body == b""
+
+
+def test_a_stream_is_events_that_no_proxy_holds_back():
+    exchange = Exchange()
+
+    async def main():
+        await exchange.request.start_stream()
+        await exchange.request.write(b"data: 1\n\n")
+        await exchange.request.finish(b"data: 2\n\n")
+
+    run(main())
+    assert exchange.headers[b"content-type"].startswith(b"text/event-stream")
+    assert exchange.headers[b"x-accel-buffering"] == b"no"
+    assert exchange.body == b"data: 1\n\ndata: 2\n\n"
+    assert [m.get("more_body", False) for m in exchange.sent[1:]] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "code"),
+    [
+        (400, "invalid_request_error", "bad_request"),
+        (401, "authentication_error", "unauthorized"),
+        (404, "not_found_error", "not_found"),
+        (408, "invalid_request_error", "request_timeout"),
+        (429, "rate_limit_error", "too_many_requests"),
+        (500, "server_error", "internal_server_error"),
+        (503, "server_error", "service_unavailable"),
+    ],
+)
+def test_errors_have_openais_shape(status, kind, code):
+    described = json.loads(error_body(RequestError("what", param="p", status=status)))
+    assert described == {"error": {"message": "what", "type": kind, "param": "p", "code": code}}
+
+
+def test_an_errors_own_code_wins():
+    error = RequestError("what", code="context_length_exceeded")
+    assert json.loads(error_body(error))["error"]["code"] == "context_length_exceeded"
+
+
+@given(st.floats(0, 100))
+def test_retry_after_is_whole_seconds_and_never_too_early(seconds):
+    exchange = Exchange()
+    run(exchange.request.send_error(RequestError("x", status=503, retry_after_s=seconds)))
+    sent = exchange.headers[b"retry-after"]
+    assert sent.isdigit()
+    assert max(1, math.floor(seconds)) <= int(sent) <= max(1, math.ceil(seconds))
+    assert int(sent) >= seconds - 0.001
+
+
+@given(st.binary(max_size=200))
+def test_a_request_id_is_echoed_only_if_it_cannot_be_a_second_header(raw):
+    request = Exchange(headers=[(b"x-request-id", raw)]).request
+    echoed = request.request_id.encode("latin-1")
+    assert echoed
+    assert len(echoed) <= 128
+    assert all(32 <= byte < 127 for byte in echoed)
+    if len(raw) > 0 and len(raw) <= 128 and all(32 <= byte < 127 for byte in raw):
+        assert echoed == raw
+    else:
+        assert len(echoed) == 32
+
+
+def test_ids_of_our_own_differ():
+    assert Exchange().request.request_id != Exchange().request.request_id
+
+
+@pytest.mark.parametrize(
+    ("headers", "closes"),
+    [
+        ([], False),
+        ([(b"content-length", b"0")], False),
+        ([(b"content-length", b"5")], True),
+        ([(b"transfer-encoding", b"chunked")], True),
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+def test_an_answer_before_the_body_was_read_ends_the_connection(method, headers, closes):
+    exchange = Exchange(method, headers)
+    run(exchange.request.send_json(404, {}))
+    assert (exchange.headers.get(b"connection") == b"close") is closes
+
+
+def test_an_answer_after_the_body_keeps_the_connection():
+    exchange = Exchange(
+        "POST", [(b"content-length", b"2")], [{"type": "http.request", "body": b"{}"}]
+    )
+
+    async def main():
+        assert await exchange.request.body() == b"{}"
+        await exchange.request.send_json(200, {})
+
+    run(main())
+    assert b"connection" not in exchange.headers
+
+
+def test_disconnected_waits_for_the_end_whatever_comes_before():
+    exchange = Exchange(
+        incoming=[{"type": "http.request", "body": b"late"}, {"type": "http.disconnect"}]
+    )
+    run(exchange.request.disconnected())
+    assert exchange._incoming == []
+
+
+def test_dropping_reaches_the_connection():
+    exchange = Exchange()
+    exchange.request.drop()
+    assert exchange.drops == 1
+
+
+def test_without_our_connection_dropping_does_nothing():
+    scope = {"method": "GET", "path": "/", "headers": []}
+    Request(scope, None, None, ServerConfig()).drop()

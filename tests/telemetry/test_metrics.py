@@ -1,0 +1,187 @@
+"""The Prometheus text: names, values, buckets."""
+
+import os
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tailrace.telemetry.metrics import GAP_BUCKETS_S, LATENCY_BUCKETS_S, Metrics, fragmentation
+from tailrace.telemetry.request_log import RequestRecord
+from tailrace.types import EngineStats
+
+
+def stats(**fields):
+    known = {
+        "time_s": 1.0,
+        "running_requests": 3,
+        "waiting_requests": 2,
+        "total_blocks": 100,
+        "free_blocks": 60,
+        "block_size": 16,
+        "live_tokens": 480,
+        "held_blocks": 40,
+    }
+    return EngineStats(**known | fields)
+
+
+def record(**fields):
+    """Received at 10, submitted at 11, first step at 13, tokens from 16 to 20, done at 21."""
+    known = {
+        "request_id": "r",
+        "route": "/generate",
+        "unix_s": 0.0,
+        "received_s": 10.0,
+        "submitted_s": 11.0,
+        "scheduled_s": 13.0,
+        "first_token_s": 16.0,
+        "last_token_s": 20.0,
+        "finished_s": 21.0,
+        "prompt_tokens": 7,
+        "completion_tokens": 5,
+        "finish_reason": "stop",
+    }
+    return RequestRecord(**known | fields)
+
+
+def samples(text):
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+
+
+def value(text, name, **labels):
+    return samples(text)[(f"tailrace:{name}", *sorted(labels.items()))]
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds"),
+    [
+        ("time_to_first_token_seconds", 6.0),
+        ("e2e_request_latency_seconds", 11.0),
+        ("request_queue_time_seconds", 2.0),
+        ("request_prefill_time_seconds", 3.0),
+        ("request_decode_time_seconds", 4.0),
+        ("request_time_per_output_token_seconds", 1.0),
+        ("request_prompt_tokens", 7.0),
+        ("request_generation_tokens", 5.0),
+    ],
+)
+def test_a_request_is_counted_phase_by_phase(name, seconds):
+    metrics = Metrics()
+    metrics.observe_request(record())
+    text = metrics.render()
+    assert value(text, f"{name}_sum") == pytest.approx(seconds)
+    assert value(text, f"{name}_count") == 1
+
+
+def test_a_request_without_a_token_counts_only_what_happened():
+    metrics = Metrics()
+    metrics.observe_request(
+        record(
+            submitted_s=None,
+            scheduled_s=None,
+            first_token_s=None,
+            last_token_s=None,
+            finish_reason="",
+            completion_tokens=0,
+        )
+    )
+    text = metrics.render()
+    assert value(text, "request_success_total", finished_reason="unknown") == 1
+    assert value(text, "e2e_request_latency_seconds_count") == 1
+    for name in ("time_to_first_token", "request_queue_time", "request_decode_time"):
+        assert value(text, f"{name}_seconds_count") == 0
+
+
+def test_time_per_output_token_is_of_one_choice():
+    metrics = Metrics()
+    metrics.observe_request(record(completion_tokens=10, choices=2))
+    assert value(metrics.render(), "request_time_per_output_token_seconds_sum") == pytest.approx(1)
+    metrics.observe_request(record(completion_tokens=1))
+    assert value(metrics.render(), "request_time_per_output_token_seconds_count") == 1
+
+
+def test_requests_are_counted_by_why_they_ended():
+    metrics = Metrics()
+    for reason in ("stop", "stop", "length", "error"):
+        metrics.observe_request(record(finish_reason=reason))
+    text = metrics.render()
+    for reason, count in {"stop": 2, "length": 1, "error": 1}.items():
+        assert value(text, "request_success_total", finished_reason=reason) == count
+
+
+def test_the_limit_that_users_ask_for_is_a_bucket():
+    metrics = Metrics()
+    metrics.observe_token_gap(0.3)
+    metrics.observe_token_gap(0.301)
+    assert value(metrics.render(), "inter_token_latency_seconds_bucket", le="0.3") == 1
+    for buckets in (LATENCY_BUCKETS_S, GAP_BUCKETS_S):
+        assert 0.3 in buckets
+        assert list(buckets) == sorted(set(buckets))
+
+
+def test_the_engine_is_shown_as_it_was_last_reported():
+    reported = stats(
+        prompt_tokens_total=11,
+        generation_tokens_total=12,
+        cached_tokens_total=13,
+        prefix_query_tokens_total=14,
+        preemptions_total=15,
+        steps_total=16,
+        busy_s_total=17.5,
+        step_time_s=0.25,
+        step_tokens=9,
+    )
+    text = Metrics().render(stats=reported, restarts=4, dropped_records=6)
+    shown = {
+        "num_requests_running": 3,
+        "num_requests_waiting": 2,
+        "kv_cache_usage_perc": 0.4,
+        "kv_cache_fragmentation": 0.25,
+        "engine_step_seconds": 0.25,
+        "engine_step_tokens": 9,
+        "prompt_tokens_total": 11,
+        "generation_tokens_total": 12,
+        "prefix_cache_hits_total": 13,
+        "prefix_cache_queries_total": 14,
+        "num_preemptions_total": 15,
+        "engine_steps_total": 16,
+        "engine_busy_seconds_total": 17.5,
+        "engine_restarts_total": 4,
+        "request_log_dropped_total": 6,
+    }
+    for name, expected in shown.items():
+        assert value(text, name) == pytest.approx(expected), name
+    assert value(text, "cache_config_info", block_size="16", num_gpu_blocks="100") == 1
+
+
+def test_before_the_engine_has_reported_its_families_are_absent_not_zero():
+    names = {name for name, *_ in samples(Metrics().render())}
+    assert "tailrace:num_requests_running" not in names
+    assert "tailrace:engine_restarts_total" in names
+
+
+def test_memory_is_shown_for_each_process_that_lives():
+    text = Metrics().render(pids={"engine": os.getpid(), "gone": 2**30})
+    shown = {
+        labels["process"]
+        for name, *pairs in samples(text)
+        if name == "tailrace:process_resident_memory_bytes"
+        for labels in [dict(pairs)]
+    }
+    assert shown == {"frontend", "engine"}
+
+
+def test_two_servers_in_one_process_do_not_share_a_registry():
+    one, other = Metrics(), Metrics()
+    one.observe_token_gap(1.0)
+    assert value(other.render(), "inter_token_latency_seconds_count") == 0
+
+
+@pytest.mark.parametrize(
+    ("live_tokens", "held_blocks", "share"), [(0, 0, 0.0), (16, 1, 0.0), (1, 1, 0.9375), (64, 2, 0)]
+)
+def test_fragmentation_is_the_share_of_held_kv_without_a_token(live_tokens, held_blocks, share):
+    assert fragmentation(stats(live_tokens=live_tokens, held_blocks=held_blocks)) == share

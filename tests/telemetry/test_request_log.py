@@ -1,0 +1,144 @@
+"""The request log: every record, or a count of what was dropped; never a failure."""
+
+import io
+import json
+import threading
+
+import msgspec
+import pytest
+
+from tailrace.telemetry import request_log
+from tailrace.telemetry.request_log import RequestLog, RequestRecord
+
+
+def record(request_id="r", **fields):
+    known = {"route": "/generate", "unix_s": 1.0, "received_s": 2.0, "finished_s": 3.0}
+    return RequestRecord(request_id=request_id, **known | fields)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_records_arrive_in_order_and_whole(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    log = RequestLog(str(path))
+    for number in range(500):
+        log.write(record(f"r{number}", prompt_tokens=number, finish_reason="stop"))
+    log.close()
+    assert [line["request_id"] for line in lines(path)] == [f"r{n}" for n in range(500)]
+    assert lines(path)[7] == msgspec.to_builtins(
+        record("r7", prompt_tokens=7, finish_reason="stop")
+    )
+    assert log.dropped_total == 0
+
+
+def test_a_file_that_exists_is_appended_to(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    for name in ("a", "b"):
+        log = RequestLog(str(path))
+        log.write(record(name))
+        log.close()
+    assert [line["request_id"] for line in lines(path)] == ["a", "b"]
+
+
+def test_without_a_path_nothing_is_kept_and_no_thread_runs():
+    before = threading.active_count()
+    log = RequestLog("")
+    log.write(record())
+    assert threading.active_count() == before
+    log.close()
+    assert log.dropped_total == 0
+
+
+def test_a_path_that_cannot_be_opened_costs_only_the_records(tmp_path):
+    log = RequestLog(str(tmp_path / "missing" / "requests.jsonl"))
+    log.write(record())
+    log.write(record())
+    log.close()
+    assert log.dropped_total == 2
+
+
+def test_a_folder_that_comes_back_is_written_to_again(tmp_path):
+    path = tmp_path / "later" / "requests.jsonl"
+    log = RequestLog(str(path))
+    log.write(record("lost"))
+    while log.dropped_total == 0:  # the writer's thread is at it
+        assert log._thread.is_alive()
+    path.parent.mkdir()
+    log.write(record("kept"))
+    log.close()
+    assert [line["request_id"] for line in lines(path)] == ["kept"]
+
+
+def test_a_full_device_costs_only_the_records():
+    log = RequestLog("/dev/full")
+    log.write(record())
+    log.write(record())
+    log.close()
+    assert log.dropped_total == 2
+
+
+class NearlyFullFile(io.RawIOBase):
+    """Takes the first bytes of the second line only, as a disk that is just full."""
+
+    def __init__(self):
+        self.content = b""
+        self.writes = 0
+
+    def write(self, data):
+        self.writes += 1
+        taken = data[:9] if self.writes == 2 else data
+        self.content += taken
+        return len(taken)
+
+    def close(self):
+        """Keep the content for the test."""
+
+
+def test_half_a_line_does_not_spoil_the_next():
+    log = RequestLog("")
+    file = NearlyFullFile()
+    log._path = "x"
+    log._open = lambda: file
+    for name in ("a", "torn", "c", "d"):
+        log._records.put(record(name))
+    log._records.put(None)
+    log._run()
+    whole, torn, *later = file.content.splitlines()
+    assert json.loads(whole)["request_id"] == "a"
+    with pytest.raises(ValueError):
+        json.loads(torn)
+    assert [json.loads(line)["request_id"] for line in later] == ["c", "d"]
+    assert log.dropped_total == 1
+
+
+def test_a_burst_beyond_the_queue_is_dropped_not_waited_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(request_log, "_QUEUE_RECORDS", 3)
+    path = tmp_path / "requests.jsonl"
+    log = RequestLog(str(path))
+    may_open = threading.Event()
+    is_opening = threading.Event()
+    really_open = log._open
+
+    def slow_open():
+        is_opening.set()
+        may_open.wait(20)
+        return really_open()
+
+    log._open = slow_open
+    log.write(record("first"))
+    assert is_opening.wait(20)
+    for number in range(5):
+        log.write(record(f"r{number}"))
+    assert log.dropped_total == 2
+    may_open.set()
+    log.close()
+    assert [line["request_id"] for line in lines(path)] == ["first", "r0", "r1", "r2"]
+
+
+def test_writing_after_the_close_is_harmless(tmp_path):
+    log = RequestLog(str(tmp_path / "requests.jsonl"))
+    log.close()
+    log.write(record())
+    log.close()
