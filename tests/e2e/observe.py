@@ -44,7 +44,9 @@ def wait_idle(url: str) -> None:
 def metric(url: str, name: str) -> float:
     """The sum of a family's samples in /metrics; the family must be there."""
     lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
-    values = [line.rsplit(" ", 1)[1] for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
+    values = [
+        line.rsplit(" ", 1)[1] for line in lines if line.startswith((f"{name} ", f"{name}{{"))
+    ]
     assert values, f"/metrics has no {name}"
     return sum(map(float, values))
 

@@ -8,12 +8,12 @@ import torch
 
 from tailrace.bench.launch import LocalServer
 from tailrace.models.gguf import resolve
-from tests.models.reference import reference_greedy, reference_logits, reference_model
+from tests.models.reference import reference_logits, reference_model
 
 pytestmark = pytest.mark.e2e
 
 QUESTION = [{"role": "user", "content": "What is the capital of France, and why is it famous?"}]
-NEW_TOKENS = 40
+NEW_TOKENS = 24
 NOISE = 0.03
 """Bound on what float16 weights change in the likeliest token's log-probability, in nats."""
 
@@ -39,6 +39,12 @@ def ask(url: str) -> tuple[str, list[int], list[int]]:
     return choice["message"]["content"], whole["prompt_token_ids"], choice["token_ids"]
 
 
+def scores_along(reference, prompt: list[int], ids: list[int]) -> torch.Tensor:
+    """The reference's log-probabilities [answer token, vocabulary] where each of `ids` was taken."""
+    assert len(ids) == NEW_TOKENS
+    return reference_logits(reference, prompt + ids)[len(prompt) - 1 : -1].log_softmax(-1)
+
+
 def test_the_prompt_is_the_one_that_transformers_renders(server):
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(resolve("smollm2"))
@@ -50,14 +56,14 @@ def test_the_answer_names_paris_and_leaves_the_reference_only_at_near_ties(serve
     """float16 weights may swap two tokens whose lead is within their noise, and nothing else."""
     text, prompt, ids = ask(server.url)
     assert "Paris" in text
-    logits = reference_logits(reference, prompt + ids)[len(prompt) - 1 : -1]
-    scores = logits.log_softmax(-1)
+    scores = scores_along(reference, prompt, ids)
     chosen = scores.gather(1, torch.tensor(ids)[:, None])[:, 0]
     assert (scores.max(-1).values - chosen).max() < 2 * NOISE
 
 
-def test_in_float32_the_ids_are_the_references(has_smollm2, reference, tmp_path):
+def test_in_float32_the_ids_are_the_references_greedy_ids(has_smollm2, reference, tmp_path):
+    """Each is its best after all before it, so that greedy decoding there takes the same path."""
     with LocalServer(("--dtype", "float32"), log_file=tmp_path / "server.log") as server:
         text, prompt, ids = ask(server.url)
     assert "Paris" in text
-    assert ids == reference_greedy(reference, prompt, NEW_TOKENS)
+    assert ids == scores_along(reference, prompt, ids).argmax(-1).tolist()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
 import os
@@ -22,12 +21,13 @@ SCRIPTS = Path(__file__).with_name("locustfiles")
 
 @pytest.fixture
 def run_locust(server, tmp_path):
-    """Run a script headless; return its statistics by request name."""
+    """Run a script headless; return requests and failures by name."""
 
     def run(script: str, *, users: int, seconds: int, **environment: str) -> dict[str, dict]:
+        environment |= {"PYTHONWARNINGS": "ignore"}  # gevent's are none of ours
         command = [sys.executable, "-m", "locust", "-f", str(SCRIPTS / script), "--headless"]
-        command += ["-u", str(users), "-r", "10", "-t", f"{seconds}s", "--stop-timeout", "60"]
-        command += ["--host", server.url, "--csv", str(tmp_path / "stats"), "--only-summary"]
+        command += ["-u", str(users), "-r", "10", "-t", f"{seconds}s", "--stop-timeout", "120"]
+        command += ["--host", server.url, "--json", "--only-summary"]
         done = subprocess.run(
             command,
             env=os.environ | environment,
@@ -35,17 +35,16 @@ def run_locust(server, tmp_path):
             capture_output=True,
             check=False,
             text=True,
-            timeout=120,
+            timeout=200,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        with (tmp_path / "stats_stats.csv").open(newline="") as file:
-            return {row["Name"]: row for row in csv.DictReader(file)}
+        return {row["name"]: row for row in json.loads(done.stdout)}
 
     return run
 
 
 def counts(row: dict[str, str]) -> tuple[int, int]:
-    return int(row["Request Count"]), int(row["Failure Count"])
+    return row["num_requests"], row["num_failures"]
 
 
 def logged_prompts() -> list[dict]:
@@ -69,13 +68,16 @@ def test_the_script_of_text_1_streams_without_a_failure(run_locust, tmp_path):
     assert failures == 0
     assert requests >= 6
     assert counts(rows["first token"]) == counts(rows["end to end"]) == (requests, 0)
-    first, whole = (float(rows[n]["Average Response Time"]) for n in ("first token", "end to end"))
+    first, whole = (rows[name]["total_response_time"] for name in ("first token", "end to end"))
     assert 0 < first < whole
 
 
 def test_the_script_of_text_2_reads_the_latency_of_each_answer(run_locust):
-    rows = run_locust("text2.py", users=4, seconds=5, OUTPUT_TOKENS="24")
+    rows = run_locust("text2.py", users=3, seconds=5, OUTPUT_TOKENS="24")
     requests, failures = counts(rows["/generate"])
     assert failures == 0
-    assert requests >= 4
-    assert counts(rows["Aggregated"])[1] == 0
+    assert requests >= 3
+    breaches = rows.get("over 300 ms")
+    if breaches is not None:  # on any machine that needs more than 12 ms a token
+        assert breaches["min_response_time"] > 300
+        assert counts(breaches)[0] <= requests

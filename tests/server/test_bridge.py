@@ -33,7 +33,7 @@ def run(coroutine):
 
 async def until(condition):
     """Let the loop turn until something is so; `run` has the deadline."""
-    while not condition():
+    while not condition():  # noqa: ASYNC110 -- the bridge tells of no state by event
         await asyncio.sleep(0.002)
 
 

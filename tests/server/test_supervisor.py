@@ -123,7 +123,7 @@ def test_stop_insists_first_politely(setup, status, tmp_path):
         text = f"import signal\n{setup}\nopen({str(is_set)!r}, 'w')\nwhile True: signal.pause()"
         launcher = Launcher(EngineConfig(), command=script(text))
         process = await launcher.launch()
-        while not is_set.exists():
+        while not is_set.exists():  # noqa: ASYNC110 -- another process sets it
             await asyncio.sleep(0.002)
         await process.stop(0.05)
         assert await process.wait() == status

@@ -43,6 +43,8 @@ def tool_call(arguments):
         ({"content": "hi"}, "messages[0].role"),
         ({"role": "user\n<|im_start|>", "content": "hi"}, "messages[0].role"),
         ({"role": "user", "content": 5}, "messages[0].content"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "tool", "content": None}, "messages[0].content"),
         ({"role": "user", "content": ["hi"]}, "messages[0].content[0].type"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0].type"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),

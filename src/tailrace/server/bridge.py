@@ -253,10 +253,17 @@ class Bridge:
                 task.cancel()
             for result in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(result, Exception):
-                    self._cause = f"the bridge to the engine failed: {result!r}"
-                    log.error("bridge_task_failed", error=repr(result), exc_info=result)
+                    self._note_failure(result)
         if exited.done():
             await self._drain_last_words()
+
+    def _note_failure(self, error: Exception) -> None:
+        """Keep why our own side ended an incarnation, such as: its folder has no tokenizer."""
+        if isinstance(error, TailraceError):
+            self._cause = str(error)
+        else:
+            self._cause = f"the bridge to the engine failed: {error!r}"
+            log.error("bridge_failed", exc_info=error)
 
     def _connect(self, process: EngineProcess) -> zmq.asyncio.Socket:
         socket = self._context.socket(zmq.DEALER)
@@ -282,20 +289,26 @@ class Bridge:
 
     async def _receive(self) -> None:
         while self._socket is not None:
-            self._handle(await self._socket.recv())
+            message = self._decode(await self._socket.recv())
+            if message is not None:
+                self._handle(message)
 
     async def _drain_last_words(self) -> None:
-        """Take what a process that has ended still sent, its EngineFatal above all."""
+        """Take what a process that has ended still sent; it is past becoming ready."""
         while self._socket is not None and await self._socket.poll(50):
-            self._handle(await self._socket.recv())
+            message = self._decode(await self._socket.recv())
+            if isinstance(message, EngineOutputs | EngineFatal):
+                self._handle(message)
 
-    def _handle(self, frame: bytes) -> None:
+    def _decode(self, frame: bytes) -> EngineMessage | None:
         try:
-            message = self._decoder.decode(frame)
+            return self._decoder.decode(frame)
         except (msgspec.DecodeError, RecursionError) as error:
             self.undecodable_total += 1
             log.warning("undecodable_message", error=str(error), total=self.undecodable_total)
-            return
+            return None
+
+    def _handle(self, message: EngineMessage) -> None:
         self._last_heard_s = self._clock()
         match message:
             case EngineOutputs(outputs, stats):
@@ -304,21 +317,13 @@ class Bridge:
                 for output in outputs:
                     self._deliver(output)
             case ModelResolved(folder):
-                self._resolve(folder)
+                self._on_resolved(folder)
             case EngineReady():
                 self._ready = message
                 self._state = EngineState.READY
                 self._became_ready.set()
             case EngineFatal():
                 self._cause = message.error
-
-    def _resolve(self, folder: str) -> None:
-        try:
-            self._on_resolved(folder)
-        except TailraceError as error:  # no tokenizer, no service: as fatal as the engine's own
-            self._cause = str(error)
-            if self._process is not None:
-                self._process.kill()
 
     def _deliver(self, output: TokenOutput) -> None:
         if output.finish_reason is None:

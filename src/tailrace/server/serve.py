@@ -111,14 +111,21 @@ def _assemble(config: Config) -> tuple[Services, Bridge]:
 
 
 def _text_services(config: Config, folder: Path) -> TextServices:
-    path = config.engine.model_path
-    default_name = "SmolLM2-135M-Instruct" if path == DEFAULT_MODEL else Path(path).stem
     tokenizer = Tokenizer.load(folder)
     return TextServices(
-        model_name=config.server.served_model_name or default_name,
+        model_name=_model_name(config),
         tokenizer=tokenizer,
         chat_template=ChatTemplate.load(folder, tokenizer),
     )
+
+
+def _model_name(config: Config) -> str:
+    if config.server.served_model_name:
+        return config.server.served_model_name
+    if config.engine.model_path == DEFAULT_MODEL:
+        return "SmolLM2-135M-Instruct"
+    # Not `stem`: a folder may be called Qwen2.5-0.5B.
+    return Path(config.engine.model_path).resolve().name.removesuffix(".gguf")
 
 
 def _engine_failed(engine: asyncio.Task[None]) -> int:

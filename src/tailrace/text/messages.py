@@ -61,7 +61,12 @@ def _read_message(message: Any, index: int, tokenizer: Tokenizer) -> dict[str, A
     if rest.get("tool_calls"):
         rest["tool_calls"] = _read_tool_calls(rest["tool_calls"], f"{where}.tool_calls")
     refuse_control_tokens(rest, where, tokenizer)
-    return {**rest, "content": _read_content(message.get("content"), f"{where}.content")}
+    content = message.get("content")
+    if content is None and role != "assistant":  # whose answer may be tool calls alone
+        raise RequestError(
+            f"{where}.content is missing: send a text or a list of parts", param=f"{where}.content"
+        )
+    return {**rest, "content": _read_content(content, f"{where}.content")}
 
 
 def _read_content(content: Any, where: str) -> str:

@@ -13,9 +13,7 @@ from pathlib import Path
 
 from locust import HttpUser, between, task
 
-PROMPTS = [
-    json.loads(line) for line in Path(os.environ["PROMPTS"]).read_text("utf-8").splitlines()
-]
+PROMPTS = [json.loads(line) for line in Path(os.environ["PROMPTS"]).read_text("utf-8").splitlines()]
 MIN_TOKENS = 10
 
 
