@@ -34,7 +34,9 @@ def load(url: str) -> tuple[int, int]:
     """Requests that the engine holds, and tokens of KV that they hold."""
     seen = health(url)
     requests = seen["running_requests"] + seen["pending_requests"]
-    return requests, seen["kv_cache"]["used_tokens"]
+    # A moment after the start the engine has not yet reported: not idle, as far as one can see.
+    kv_cache = seen.get("kv_cache", {"used_tokens": -1})
+    return requests, kv_cache["used_tokens"]
 
 
 def wait_idle(url: str) -> None:
@@ -44,9 +46,8 @@ def wait_idle(url: str) -> None:
 def metric(url: str, name: str) -> float:
     """The sum of a family's samples in /metrics; the family must be there."""
     lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
-    values = [
-        line.rsplit(" ", 1)[1] for line in lines if line.startswith((f"{name} ", f"{name}{{"))
-    ]
+    samples = [line for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
+    values = [sample.rsplit(" ", 1)[1] for sample in samples]
     assert values, f"/metrics has no {name}"
     return sum(map(float, values))
 

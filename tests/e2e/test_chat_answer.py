@@ -40,7 +40,7 @@ def ask(url: str) -> tuple[str, list[int], list[int]]:
 
 
 def scores_along(reference, prompt: list[int], ids: list[int]) -> torch.Tensor:
-    """The reference's log-probabilities [answer token, vocabulary] where each of `ids` was taken."""
+    """The reference's log-probabilities [answer token, vocabulary] at the place of each id."""
     assert len(ids) == NEW_TOKENS
     return reference_logits(reference, prompt + ids)[len(prompt) - 1 : -1].log_softmax(-1)
 

@@ -136,6 +136,36 @@ def test_every_row_draws_what_the_oracle_draws(batch, candidates):
             check_scores(row, sampled.logprobs[i], int(sampled.token_ids[i]), sampling.logprobs)
 
 
+POWERS_OF_TWO = st.sampled_from([1.0, 0.5, 0.25, 0.125, 0.0625, 0.0])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    rest=st.lists(POWERS_OF_TWO, min_size=1, max_size=11),
+    top_k=st.integers(0, 13),
+    top_p=st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]),
+    min_p=st.sampled_from([0.0, 0.125, 0.25, 1.0]),
+    candidates=st.integers(1, 12),
+)
+def test_thresholds_are_exact_on_ties_and_borders_however_few_the_candidates(
+    rest, top_k, top_p, min_p, candidates
+):
+    """Sums of powers of two are exact, so here no tolerance hides a border."""
+    weights = np.array([*rest, 1.0])
+    kept = weights >= np.sort(weights)[::-1][min(top_k or len(weights), len(weights)) - 1]
+    mass = weights[kept].sum()
+    before = np.array([weights[weights > w].sum() for w in weights])
+    kept &= (top_p >= 1) | (before < top_p * mass) | (weights == 1)
+    kept &= weights >= min_p
+    state = sampler_module._Slot(params(top_k=top_k, top_p=top_p, min_p=min_p), 0, 0)
+    rows = torch.tensor(np.array([weights]), dtype=torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler_module, "_CANDIDATES", candidates)
+        threshold = float(sampler_module._thresholds(rows, [state]))
+    has_weight = weights > 0
+    assert ((weights >= threshold) & has_weight).tolist() == (kept & has_weight).tolist()
+
+
 @pytest.mark.parametrize(
     "sampling",
     [

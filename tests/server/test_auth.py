@@ -102,6 +102,15 @@ def test_the_key_opens_were_it_outside_ascii(app, headers):
     assert app.get("/v1/models", headers=headers).status_code == 200
 
 
+@pytest.mark.parametrize("key", ["clé-à", "à", "…"])
+def test_a_key_may_end_in_bytes_that_latin1_reads_as_white_space(tiny_folder, key):
+    # UTF-8 of "à" ends in 0xA0, that of "…" begins 0xE2 0x80 0xA6: no-break space, and controls.
+    with running_app(tiny_folder, config=Config(server=ServerConfig(api_key=key))) as app:
+        for headers in (bearer(key), {"x-api-key": key.encode()}):
+            assert app.get("/v1/models", headers=headers).status_code == 200
+        assert app.get("/v1/models", headers=bearer(key + "\u00a0")).status_code == 401
+
+
 @pytest.mark.parametrize("path", sorted(PUBLIC_PATHS))
 def test_probes_answer_without_a_key_and_with_a_wrong_one(app, path):
     assert app.get(path).status_code == 200

@@ -1,5 +1,6 @@
 """Connections of bare bytes: slow, endless and malformed heads, and what they leave alone."""
 
+import contextlib
 import json
 import socket
 
@@ -178,6 +179,43 @@ def test_a_bad_chunk_ends_the_request_without_an_answer_in_an_answer(app):
     assert answer.count(b"HTTP/1.1") <= 1
     assert not answer.startswith(b"HTTP/1.1 2")
     assert app.get("/live").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("begun", "endless"),
+    [
+        (b"0\r\nx-t: ", b"a" * 1000),
+        (b"0\r\n", b"a" * 1000),
+        (b"0\r\n", b"a: b\r\n" * 200),
+        (b"1;e=", b"a" * 1000),
+        (b"", b"0" * 1000),
+        (b"0\r\n\r\n", b"\r\n" * 500),
+    ],
+    ids=["trailer field", "trailer name", "trailer fields", "extension", "size", "between requests"],
+)
+def test_what_is_neither_head_nor_body_has_the_heads_limit(app, begun, endless):
+    head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    sent = 0
+    with app.connect() as connection:
+        connection.sendall(head + begun)
+        with contextlib.suppress(ConnectionError):
+            # More than the limit and all that sockets may hold for a server that does not read.
+            while sent < 64 * MAX_HEAD_BYTES:
+                connection.sendall(endless)
+                sent += len(endless)
+        read_to_end(connection)
+    assert app.get("/live").status_code == 200
+    assert sent < 64 * MAX_HEAD_BYTES
+
+
+def test_chunks_of_a_byte_may_need_more_around_them_than_a_head_may_have(app):
+    text = b"a" * 20_000
+    chunks = b"".join(b"1;e=%s\r\n%c\r\n" % (b"x" * 20, b) for b in b'{"prompt":"%s"}' % text)
+    assert len(chunks) > 8 * MAX_HEAD_BYTES
+    head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    answer = app.raw(head + b"transfer-encoding: chunked\r\n\r\n", chunks, b"0\r\nx-t: 1\r\n\r\n")
+    assert status(answer) == 200
+    assert b'"count":20000' in answer
 
 
 def test_an_upgrade_that_we_lack_is_served_as_plain_http(app):

@@ -40,6 +40,20 @@ def test_the_model_is_listed_with_its_length(app):
     assert card["created"] == int(app.services.started_unix_s)
 
 
+def test_the_model_can_be_asked_for_by_name(app):
+    assert app.get("/v1/models/tiny").json()["id"] == "tiny"
+    answer = app.get("/v1/models/no/such")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+    assert app.post("/v1/models/tiny", {}).status_code == 404
+
+
+def test_a_refused_request_is_counted_by_its_status(app):
+    app.get("/nowhere")
+    counted = app.get("/metrics").text
+    assert 'tailrace:http_errors_total{status="404"}' in counted
+
+
 def test_a_prompt_becomes_ids(app):
     answer = app.post("/tokenize", {"prompt": "Hé"})
     assert answer.json() == {"count": 3, "max_model_len": 512, "tokens": list("Hé".encode())}

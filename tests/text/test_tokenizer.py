@@ -1,5 +1,7 @@
 import copy
 import json
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,8 +11,12 @@ from hypothesis import strategies as st
 from tailrace.errors import ModelError, RequestError
 from tailrace.text import tokenizer as tokenizer_module
 from tailrace.text.tokenizer import Span, Tokenizer
+from tests.support.tiny import write_tiny_tokenizer
 from tests.text import vocabularies
 from tests.text.vocabularies import KINDS, MARKUP, SPECIALS, SPELLINGS, harmless_texts, texts
+
+TICKS = 20
+"""A thread that starts to encode may lose the GIL a few times before it holds it for good."""
 
 
 def control_ids(kind):
@@ -207,3 +213,23 @@ def test_threads_get_the_ids_that_one_caller_gets():
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(encode, jobs)) == [encode(job) for job in jobs]
+
+
+def test_a_long_text_on_a_thread_lets_other_threads_run(tmp_path):
+    write_tiny_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    text = "The quick brown fox. " * 15_000
+    done = threading.Event()
+
+    def encode():
+        tokenizer.encode(text, add_special_tokens=False)
+        done.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    ticks = 0
+    while not done.is_set() and ticks < TICKS:
+        ticks += 1
+        time.sleep(0.001)  # gives the GIL away; the count is what is asserted, not the time
+    thread.join()
+    assert ticks == TICKS

@@ -49,6 +49,7 @@ def create_app(services: Services) -> Callable[[Scope, Receive, Send], Awaitable
             if not isinstance(error, RequestError):
                 log.exception("request_failed", path=request.path, request_id=request.request_id)
                 error = RequestError("the server failed at this request", status=500)
+            services.metrics.count_error(error.status)
             await _answer_error(request, error)
 
     return app
@@ -74,6 +75,8 @@ async def _answer_error(request: Request, error: RequestError) -> None:
 def _route(request: Request) -> Handler:
     method = "GET" if request.method == "HEAD" else request.method
     handler = ROUTES.get((method, request.path))
+    if handler is None and request.path.startswith(routes_text.MODEL_PATH):
+        handler = routes_text.MODEL_ROUTES.get(method)
     if handler is not None:
         return handler
     methods = _methods(request.path)

@@ -49,6 +49,9 @@ PING_INTERVAL_S = 1.0
 SILENCE_LIMIT_S = 60.0
 """A ready engine that says nothing for so long is taken for hung: a step takes seconds at most."""
 MAX_FAILED_STARTS = 5
+HEALTHY_LIFE_S = 30.0
+"""An engine that lives shorter makes the next wait twice as long."""
+MAX_BACKOFF_S = 30.0
 FIRST_BACKOFF_S = 0.5
 STOPPING = "the server is stopping; this request was not finished"
 ENGINE_DIED = "the engine died while it held this request; it is being restarted, try again"
@@ -63,7 +66,7 @@ class Bridge:
         on_stats: Told every report of the engine.
         clock: Monotonic seconds.
         silence_limit_s: See `SILENCE_LIMIT_S`.
-        first_backoff_s: Wait before a restart; doubled at each failed one.
+        first_backoff_s: Wait before a restart; doubled after each short life.
     """
 
     def __init__(
@@ -96,8 +99,6 @@ class Bridge:
         self._became_ready = asyncio.Event()
         self._ended = asyncio.Event()
         self._ended.set()
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)
         self.undecodable_total = 0
@@ -144,14 +145,12 @@ class Bridge:
             raise RequestError(f"the engine is {self._state.value}", status=503, retry_after_s=2.0)
         queue: asyncio.Queue[TokenOutput] = asyncio.Queue()
         self._queues[request.request_id] = queue
-        self._idle.clear()
         self._send(request)
         return queue
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forget requests: no further output of theirs comes."""
         known = [i for i in request_ids if self._queues.pop(i, None) is not None]
-        self._note_idle()
         if known and self._state is EngineState.READY:
             self._send(AbortRequests(known))
 
@@ -161,10 +160,6 @@ class Bridge:
         if self._ready is None:
             raise EngineError("ready without a description")
         return self._ready
-
-    async def wait_idle(self) -> None:
-        """Wait until no request is open."""
-        await self._idle.wait()
 
     async def run(self) -> None:
         """Keep an engine alive until `stop`; to be called once.
@@ -194,23 +189,25 @@ class Bridge:
         self._launcher.clean()
 
     async def _keep_alive(self) -> None:
-        failed_starts = 0
+        failed_starts = short_lives = 0
         while not self._stop_asked.is_set():
             self._cause = ""
+            started_s = self._clock()
             was_ready = await self._run_once()
             self._fail_open_requests(ENGINE_DIED)
             if self._stop_asked.is_set():
                 return
             failed_starts = 0 if was_ready else failed_starts + 1
+            # One that is ready and dies at once is no better than one that never was.
+            short_lives = 0 if self._clock() - started_s > HEALTHY_LIFE_S else short_lives + 1
             self._give_up_after(failed_starts)
             self._state = EngineState.RESTARTING
             self._stats = None
             self._restarts_total += 1
             log.error("engine_restarts", total=self._restarts_total, cause=self._cause)
+            backoff_s = min(MAX_BACKOFF_S, self._first_backoff_s * 2**short_lives)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    self._stop_asked.wait(), self._first_backoff_s * 2**failed_starts
-                )
+                await asyncio.wait_for(self._stop_asked.wait(), backoff_s)
 
     def _give_up_after(self, failed_starts: int) -> None:
         """Raise where another start is not worth trying: what never worked will not work now."""
@@ -332,16 +329,8 @@ class Bridge:
             queue = self._queues.pop(output.request_id, None)
         if queue is not None:
             queue.put_nowait(output)
-        self._note_idle()
-
-    def _note_idle(self) -> None:
-        if self._queues:
-            self._idle.clear()
-        else:
-            self._idle.set()
 
     def _fail_open_requests(self, why: str) -> None:
         queues, self._queues = self._queues, {}
-        self._idle.set()
         for request_id, queue in queues.items():
             queue.put_nowait(TokenOutput(request_id, [], finish_reason="error", error=why))

@@ -53,7 +53,8 @@ async def completions(services: Services, request: Request) -> None:
     text, limits = check_open(services)
     check_model(body.model, text)
     _check_openai(body)
-    parts = split_prompts(body.prompt)
+    is_long = isinstance(body.prompt, list) and len(body.prompt) > INLINE_CHARS
+    parts = await off_loop_if(is_long, lambda: split_prompts(body.prompt))
     choices = _read_choices(body, limits)
     with services.admission.admitted(check_fan_out(len(parts), choices), services.places):
         job, form = await _completion_job(body, parts, text, limits, received_s)
@@ -200,23 +201,27 @@ async def _encode_chat(body: ChatBody, text: TextServices) -> Prompt:
             template_kwargs=body.chat_template_kwargs,
         )
 
-    token_ids = await off_loop_if(_chars(messages) + _chars(body.tools) > INLINE_CHARS, encode)
+    token_ids = await off_loop_if(_is_long([messages, body.tools]), encode)
     return Prompt(keep_last_tokens(token_ids, body.truncate_prompt_tokens))
 
 
-def _chars(value: Any) -> int:
-    """Return about how much text a JSON value holds, without recursion: clients choose depth."""
-    chars = 0
+def _is_long(value: Any) -> bool:
+    """Whether a JSON value holds more than `INLINE_CHARS` characters and values.
+
+    Without recursion, and never looking further than that: clients choose depth and number.
+    """
+    size = 0
     todo = [value]
-    while todo:
+    while todo and size <= INLINE_CHARS:
         inner = todo.pop()
+        size += 1
         if isinstance(inner, str):
-            chars += len(inner)
+            size += len(inner)
         elif isinstance(inner, dict):
             todo += [*inner.keys(), *inner.values()]
         elif isinstance(inner, list):
             todo += inner
-    return chars
+    return size > INLINE_CHARS
 
 
 def _check_openai(body: OpenAIFields) -> None:

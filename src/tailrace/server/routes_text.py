@@ -9,7 +9,7 @@ import msgspec
 
 from tailrace.errors import RequestError
 from tailrace.server.admission import check_model, check_open
-from tailrace.server.prompts import INLINE_CHARS
+from tailrace.server.prompts import INLINE_CHARS, off_loop_if
 
 if TYPE_CHECKING:
     from tailrace.server.http import Handler, Request
@@ -36,15 +36,15 @@ class DetokenizeBody(msgspec.Struct):
 
 async def models(services: Services, request: Request) -> None:
     """GET /v1/models."""
-    text, limits = check_open(services)
-    card = {
-        "id": text.model_name,
-        "object": "model",
-        "created": int(services.started_unix_s),
-        "owned_by": "tailrace",
-        "max_model_len": limits.context_length,
-    }
-    await request.send_json(200, {"object": "list", "data": [card]})
+    await request.send_json(200, {"object": "list", "data": [_card(services)]})
+
+
+async def model(services: Services, request: Request) -> None:
+    """GET /v1/models/NAME; a name may hold slashes."""
+    card = _card(services)
+    text, _ = check_open(services)
+    check_model(request.path.removeprefix(MODEL_PATH), text)
+    await request.send_json(200, card)
 
 
 async def tokenize(services: Services, request: Request) -> None:
@@ -68,7 +68,9 @@ async def tokenize(services: Services, request: Request) -> None:
         "tokens": ids,
     }
     if body.return_token_strs:
-        answer["token_strs"] = [text.tokenizer.token_text(i) for i in ids]
+        answer["token_strs"] = await off_loop_if(
+            len(ids) > INLINE_CHARS, lambda: [text.tokenizer.token_text(i) for i in ids]
+        )
     await request.send_json(200, answer)
 
 
@@ -77,21 +79,39 @@ async def detokenize(services: Services, request: Request) -> None:
     body = await request.decode(DetokenizeBody)
     text, limits = check_open(services)
     check_model(body.model, text)
-    for index, token_id in enumerate(body.tokens):
-        if not 0 <= token_id < limits.vocab_size:
-            raise RequestError(
-                f"token id {token_id} is outside 0..{limits.vocab_size - 1}",
-                param=f"tokens[{index}]",
-            )
+    _check_places(body.tokens, limits.vocab_size)
     prompt = await asyncio.to_thread(text.tokenizer.decode, body.tokens, skip_special_tokens=False)
     await request.send_json(200, {"prompt": prompt})
 
 
+MODEL_PATH = "/v1/models/"
+MODEL_ROUTES: dict[str, Handler] = {"GET": model}
 ROUTES: dict[tuple[str, str], Handler] = {
     ("GET", "/v1/models"): models,
     ("POST", "/tokenize"): tokenize,
     ("POST", "/detokenize"): detokenize,
 }
+
+
+def _card(services: Services) -> dict[str, Any]:
+    text, limits = check_open(services)
+    return {
+        "id": text.model_name,
+        "object": "model",
+        "created": int(services.started_unix_s),
+        "owned_by": "tailrace",
+        "max_model_len": limits.context_length,
+    }
+
+
+def _check_places(token_ids: list[int], vocab_size: int) -> None:
+    # `min` and `max` scan in C; where it was matters only once one is wrong.
+    if not token_ids or 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        return
+    index = next(i for i, token in enumerate(token_ids) if not 0 <= token < vocab_size)
+    raise RequestError(
+        f"token id {token_ids[index]} is outside 0..{vocab_size - 1}", param=f"tokens[{index}]"
+    )
 
 
 async def _encode(services: Services, prompt: str, add_special_tokens: bool) -> list[int]:

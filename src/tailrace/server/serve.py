@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 log = structlog.get_logger("tailrace.server")
 
 BACKLOG = 2048
+GRACE_S = 5.0
+"""The engine gets this long to end by itself."""
+INSISTENT_GRACE_S = 0.2
+"""After a second signal."""
 
 
 class _Server(uvicorn.Server):
@@ -86,7 +90,7 @@ async def _serve(config: Config, listener: socket.socket) -> int:
         services.draining = True
         announced.cancel()
         stopped.cancel()
-        await bridge.stop()
+        await bridge.stop(INSISTENT_GRACE_S if stop.is_set() else GRACE_S)
         server.should_exit = True
         await asyncio.gather(engine, http, announced, stopped, return_exceptions=True)
         services.request_log.close()

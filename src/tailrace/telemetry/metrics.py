@@ -60,6 +60,16 @@ class Metrics:
             ["finished_reason"],
             registry=self._registry,
         )
+        self._errors = Counter(
+            f"{PREFIX}http_errors",
+            "Requests answered with an error before any of the answer was out",
+            ["status"],
+            registry=self._registry,
+        )
+
+    def count_error(self, status: int) -> None:
+        """Count a request that was refused or failed: 429 and 503 are admission's refusals."""
+        self._errors.labels(str(status)).inc()
 
     def observe_request(self, record: RequestRecord) -> None:
         """Count a request that has ended."""

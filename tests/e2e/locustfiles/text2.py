@@ -10,10 +10,11 @@ from locust import HttpUser, between, events, task
 
 LIMIT_MS = 300
 OUTPUT_TOKENS = int(os.environ.get("OUTPUT_TOKENS", "256"))
-WORDS = (
+TEXT = (
     "the server queue holds many requests while each user waits for an answer about rivers "
     "mountains bread music history numbers and the weather of a long summer"
-).split()
+)
+WORDS = TEXT.split()
 
 
 def prompt():
