@@ -23,6 +23,11 @@ def reference(has_smollm2):
     return reference_model(resolve("smollm2"))
 
 
+@pytest.fixture(scope="module")
+def answer(smollm2) -> tuple[str, list[int], list[int]]:
+    return ask(smollm2.url)
+
+
 def ask(url: str) -> tuple[str, list[int], list[int]]:
     """Text, ids of the rendered prompt, ids of the answer."""
     body = {
@@ -45,16 +50,16 @@ def scores_along(reference, prompt: list[int], ids: list[int]) -> torch.Tensor:
     return reference_logits(reference, prompt + ids)[len(prompt) - 1 : -1].log_softmax(-1)
 
 
-def test_the_prompt_is_the_one_that_transformers_renders(server):
+def test_the_prompt_is_the_one_that_transformers_renders(answer):
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(resolve("smollm2"))
     rendered = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)
-    assert ask(server.url)[1] == rendered["input_ids"]
+    assert answer[1] == rendered["input_ids"]
 
 
-def test_the_answer_names_paris_and_leaves_the_reference_only_at_near_ties(server, reference):
+def test_the_answer_names_paris_and_leaves_the_reference_only_at_near_ties(answer, reference):
     """float16 weights may swap two tokens whose lead is within their noise, and nothing else."""
-    text, prompt, ids = ask(server.url)
+    text, prompt, ids = answer
     assert "Paris" in text
     scores = scores_along(reference, prompt, ids)
     chosen = scores.gather(1, torch.tensor(ids)[:, None])[:, 0]

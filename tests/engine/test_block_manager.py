@@ -86,7 +86,8 @@ class Machine(RuleBasedStateMachine):
             return
         self.grow(name, end, max(0, missing - (available - len(self.idle))))
         self.blocks.commit(name, sequence.tokens, end)
-        for index in range(end // self.size):
+        # Once: a block stays unregistered even when the one that had its content goes later.
+        for index in range(sequence.computed // self.size, end // self.size):
             self.cached.setdefault(sequence.content(index), sequence.table[index])
         sequence.computed = end
 

@@ -239,6 +239,16 @@ def test_an_aborted_request_returns_its_blocks_at_once():
     assert bench.reasons == {"r-0": "abort"}
 
 
+def test_an_id_that_one_abort_names_twice_ends_its_request_once():
+    bench = make_bench()
+    bench.engine.add(request("r-0", [1, 2, 3], 5))
+    bench.step()
+    outputs = bench.engine.abort(["r-0", "r-0"])
+    assert [output.request_id for output in outputs] == ["r-0"]
+    bench.run()
+    assert bench.blocks.held_blocks == 0
+
+
 @pytest.mark.parametrize(
     ("ids", "max_tokens", "wanted"),
     [
@@ -288,3 +298,13 @@ def test_stats_count_what_ran():
     assert (stats.prompt_tokens_total, stats.generation_tokens_total) == (10, 4)
     assert (stats.running_requests, stats.waiting_requests, stats.live_tokens) == (0, 0, 0)
     assert stats.steps_total == 4
+
+
+def test_a_failed_requests_kv_is_never_found_in_the_prefix_cache():
+    prompt = [9, *range(20)]
+    bench = make_bench(num_blocks=32, fail_when=lambda rows: any(r.end > 21 for r in rows))
+    bench.engine.add(request("r-0", prompt, 4))
+    bench.run()
+    assert bench.reasons == {"r-0": "error"}
+    assert bench.blocks.lookup(prompt, "") == 0
+    bench.blocks.check_integrity()

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tailrace.engine import sampler as sampler_module
@@ -111,8 +111,11 @@ def check_scores(row, scored, token, top_n):
 
 
 @settings(max_examples=300, deadline=None)
-@given(batch=st.lists(cases(), min_size=1, max_size=4), candidates=st.sampled_from([3, 256]))
-def test_every_row_draws_what_the_oracle_draws(batch, candidates):
+@given(
+    batch=st.lists(cases(), min_size=1, max_size=4),
+    widths=st.sampled_from([(3, 4096), (3, 20), (256, 4096)]),
+)
+def test_every_row_draws_what_the_oracle_draws(batch, widths):
     vocab_size = len(batch[0][0])
     batch = [case for case in batch if len(case[0]) == vocab_size]
     sampler = make(vocab_size)
@@ -121,7 +124,8 @@ def test_every_row_draws_what_the_oracle_draws(batch, candidates):
         sampler.admit(slot, sampling, prompt, output)
     logits = torch.tensor([row for row, *_ in batch], dtype=torch.float32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler_module, "_CANDIDATES", candidates)
+        patch.setattr(sampler_module, "_CANDIDATES", widths[0])
+        patch.setattr(sampler_module, "_MORE_CANDIDATES", widths[1])
         sampled = sampler.sample(logits, slots)
     assert sampled.token_ids.dtype == torch.int64
     for i, (row, sampling, prompt, output) in enumerate(batch):
@@ -147,6 +151,10 @@ POWERS_OF_TWO = st.sampled_from([1.0, 0.5, 0.25, 0.125, 0.0625, 0.0])
     min_p=st.sampled_from([0.0, 0.125, 0.25, 1.0]),
     candidates=st.integers(1, 12),
 )
+# top_p is a share of what top_k left; of everything without top_k; and of the k-th weight's ties.
+@example(rest=[0.5, *[0.25] * 8], top_k=2, top_p=0.5, min_p=0.0, candidates=9)
+@example(rest=[0.5, *[0.25] * 8], top_k=0, top_p=0.5, min_p=0.0, candidates=3)
+@example(rest=[0.5] * 4, top_k=2, top_p=0.5, min_p=0.0, candidates=2)
 def test_thresholds_are_exact_on_ties_and_borders_however_few_the_candidates(
     rest, top_k, top_p, min_p, candidates
 ):
@@ -207,6 +215,50 @@ def test_a_stream_is_the_same_in_any_company_order_and_slot_and_after_a_preempti
         sampled = crowd.sample(batch, order)
         got.append(int(sampled.token_ids[order.index(slot)]))
     assert got == expected
+
+
+@pytest.mark.parametrize("scale", [0.5, 2.0, 6.0])
+def test_the_threshold_is_the_same_number_however_many_candidates_find_it(scale, monkeypatch):
+    """To the bit: in the first candidates, in some more, and in a whole row."""
+    vocab_size = 3000
+    filters = [
+        {"top_p": 0.3},
+        {"top_p": 0.95},
+        {"min_p": 0.01},
+        {"min_p": 1e-4},
+        {"top_k": 30},
+        {"top_k": 2999},
+        {"top_k": 700, "top_p": 0.9},
+        {"top_p": 0.999, "min_p": 1e-3},
+        {"top_k": 64, "top_p": 0.5, "min_p": 0.1},
+    ]
+    logits = torch.randn(len(filters), vocab_size, generator=torch.Generator().manual_seed(6))
+    logits = (logits * scale * 4).round() / 4  # ties are frequent
+    weights = (logits - logits.amax(dim=-1, keepdim=True)).exp()
+    states = [sampler_module._Slot(params(**given_params), 0, 0) for given_params in filters]
+    found = []
+    for widths in [(1, 2), (8, 64), (8, 4096), (256, 1024), (vocab_size, 4096)]:
+        monkeypatch.setattr(sampler_module, "_CANDIDATES", widths[0])
+        monkeypatch.setattr(sampler_module, "_MORE_CANDIDATES", widths[1])
+        found.append(sampler_module._thresholds(weights, states)[:, 0].tolist())
+    assert all(thresholds == found[0] for thresholds in found)
+
+
+def test_a_row_of_the_full_vocabulary_is_the_same_alone_and_among_sixteen():
+    """To the bit, odd length and threads included: weights, not only the tokens they lead to."""
+    vocab_size = 49153
+    logits = torch.randn(16, vocab_size, generator=torch.Generator().manual_seed(7)) * 2
+    sampling = [params(seed=i, temperature=0.7, top_p=0.95, logprobs=3) for i in range(16)]
+    together = make(vocab_size)
+    for slot in range(16):
+        together.admit(slot, sampling[slot], [], [])
+    crowd = together.sample(logits.clone(), range(16))
+    for slot in (0, 7, 15):
+        alone = make(vocab_size)
+        alone.admit(0, sampling[slot], [], [])
+        single = alone.sample(logits[slot : slot + 1].clone(), [0])
+        assert int(single.token_ids[0]) == int(crowd.token_ids[slot])
+        assert single.logprobs[0] == crowd.logprobs[slot]
 
 
 @pytest.mark.parametrize(
@@ -295,6 +347,26 @@ def test_the_strictest_filters_leave_the_most_likely_token(strict):
 
 def test_a_temperature_that_float32_cannot_hold_is_no_nan():
     assert draw([0.0, 2.0, 2.5], params(seed=0, temperature=1e-60)) == 2
+    hot = [draw([-math.inf, 9.0, 1.0], params(seed=i, temperature=1e60)) for i in range(40)]
+    assert set(hot) == {1, 2}
+
+
+@pytest.mark.parametrize("temperature", [math.inf, math.nan, -0.5])
+def test_a_temperature_that_means_nothing_fails_its_own_request_only(temperature):
+    sampler = make(4, 2)
+    sampler.admit(0, params(temperature=temperature), [], [])
+    sampler.admit(1, params(temperature=0), [], [])
+    sampled = sampler.sample(torch.tensor([[-math.inf, 1.0, 2.0, 0.0]] * 2), [0, 1])
+    assert sampled.errors == {0: f"temperature {temperature}: must be finite and at least 0"}
+    assert int(sampled.token_ids[1]) == 2
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {}, {"top_p": 0.9}, {"temperature": 2}])
+def test_a_bias_against_every_token_but_one_leaves_that_one(sampling):
+    row = torch.randn(300, generator=torch.Generator().manual_seed(8)).tolist()
+    bias = {i: -100.0 for i in range(300) if i != 123}
+    for seed in range(10):
+        assert draw(row, params(seed=seed, logit_bias=bias, **sampling)) == 123
 
 
 def test_top_k_beyond_the_vocabulary_keeps_all():
@@ -373,13 +445,47 @@ def test_logprobs_are_those_of_the_raw_logits():
     row = [1.0, 5.0, 2.0, 0.5]
     sampler = make(4)
     sampler.admit(0, params(temperature=0, logit_bias={1: -100.0}, logprobs=2), [], [])
-    sampler.admit(1, params(temperature=0), [], [])
+    sampler.admit(1, params(temperature=0, logprobs=0), [], [])
     sampled = sampler.sample(torch.tensor([row, row]), [0, 1])
     assert sampled.token_ids.tolist() == [2, 1]
     check_scores(row, sampled.logprobs[0], 2, 2)
     assert sampled.logprobs[0].rank == 2
     assert sampled.logprobs[0].top_ids == [1, 2]
-    assert sampled.logprobs[1] is None
+    check_scores(row, sampled.logprobs[1], 1, 0)
+
+
+def test_equally_likely_tokens_are_listed_by_id_whatever_a_neighbour_asks_for():
+    vocab_size = 5000
+    row = torch.zeros(vocab_size)
+    row[[300, 100, 4000, 200]] = 1.0
+    sampler = make(vocab_size)
+    for neighbour in (None, 0, 3, 20):
+        sampler.admit(0, params(temperature=0, logprobs=2), [], [])
+        sampler.admit(1, params(temperature=0, logprobs=neighbour), [], [])
+        sampled = sampler.sample(row.repeat(2, 1), [0, 1])
+        assert sampled.logprobs[0].token_id == 100
+        assert sampled.logprobs[0].top_ids == [100, 200]
+    assert sampled.logprobs[1].top_ids == [100, 200, 300, 4000, *range(16)]
+    sampler.admit(0, params(temperature=0, logprobs=4), [], [])  # the tie ends at the border
+    alone = sampler.sample(row[None].clone(), [0])
+    assert alone.logprobs[0].top_ids == [100, 200, 300, 4000]
+
+
+def test_a_number_of_logprobs_beyond_its_range_lists_all_or_none():
+    sampler = make(3, 2)
+    sampler.admit(0, params(temperature=0, logprobs=-1), [], [])
+    sampler.admit(1, params(temperature=0, logprobs=9), [], [])
+    sampled = sampler.sample(torch.tensor([[0.0, 2.0, 1.0]] * 2), [0, 1])
+    assert [entry.top_ids for entry in sampled.logprobs] == [[], [1, 2, 0]]
+    assert sampler.prompt_logprobs(torch.zeros(1, 3), torch.tensor([1]), -1)[0].top_ids == []
+
+
+def test_prompt_logprobs_of_logits_that_are_not_finite_are_nan_and_no_crash():
+    logits = torch.zeros(2, 6)
+    logits[0, 3] = math.nan
+    broken, whole = make(6).prompt_logprobs(logits, torch.tensor([1, 1]), 2)
+    assert math.isnan(broken.logprob)
+    assert whole.logprob == pytest.approx(-math.log(6))
 
 
 def test_prompt_logprobs_score_the_given_tokens():

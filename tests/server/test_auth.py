@@ -102,9 +102,9 @@ def test_the_key_opens_were_it_outside_ascii(app, headers):
     assert app.get("/v1/models", headers=headers).status_code == 200
 
 
-@pytest.mark.parametrize("key", ["clé-à", "à", "…"])
+@pytest.mark.parametrize("key", ["clé-à", "à", "Å"])
 def test_a_key_may_end_in_bytes_that_latin1_reads_as_white_space(tiny_folder, key):
-    # UTF-8 of "à" ends in 0xA0, that of "…" begins 0xE2 0x80 0xA6: no-break space, and controls.
+    # UTF-8 of "à" ends in 0xA0, a no-break space, and that of "Å" in 0x85, a next line.
     with running_app(tiny_folder, config=Config(server=ServerConfig(api_key=key))) as app:
         for headers in (bearer(key), {"x-api-key": key.encode()}):
             assert app.get("/v1/models", headers=headers).status_code == 200

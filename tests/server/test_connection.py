@@ -3,8 +3,11 @@
 import contextlib
 import json
 import socket
+from itertools import pairwise
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from tailrace.config import Config, ServerConfig
 from tailrace.server.connection import MAX_HEAD_BYTES
@@ -191,7 +194,14 @@ def test_a_bad_chunk_ends_the_request_without_an_answer_in_an_answer(app):
         (b"", b"0" * 1000),
         (b"0\r\n\r\n", b"\r\n" * 500),
     ],
-    ids=["trailer field", "trailer name", "trailer fields", "extension", "size", "between requests"],
+    ids=[
+        "trailer field",
+        "trailer name",
+        "trailer fields",
+        "extension",
+        "size",
+        "between requests",
+    ],
 )
 def test_what_is_neither_head_nor_body_has_the_heads_limit(app, begun, endless):
     head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -218,11 +228,47 @@ def test_chunks_of_a_byte_may_need_more_around_them_than_a_head_may_have(app):
     assert b'"count":20000' in answer
 
 
-def test_an_upgrade_that_we_lack_is_served_as_plain_http(app):
-    asked = GET + b"connection: upgrade\r\nupgrade: h2c\r\n\r\n"
-    with app.connect() as connection:
-        connection.sendall(asked)
-        assert status(read_until(connection, b"}")) == 200
+OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+"""What Java's HttpClient and `curl --http2` send by default with every request over plain HTTP."""
+
+
+def tokenize(prompt, *, in_chunks):
+    head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\n" + OFFER
+    body = json.dumps({"prompt": prompt}).encode()
+    if in_chunks:
+        return head + b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    return head + b"content-length: %d\r\n\r\n%s" % (len(body), body)
+
+
+OFFERS = (
+    GET + OFFER + b"\r\n"
+    + tokenize("abc", in_chunks=False)
+    + tokenize("abcd", in_chunks=True)
+    + GET + b"connection: close, upgrade\r\nupgrade: websocket\r\n\r\n"
+)  # fmt: skip
+
+
+@given(cuts=st.lists(st.integers(0, len(OFFERS)), max_size=4))
+@example(cuts=[])
+@settings(max_examples=30, deadline=None)
+def test_an_upgrade_that_we_lack_is_served_as_plain_http_body_and_all(app, cuts):
+    edges = [0, *sorted(cuts), len(OFFERS)]
+    answer = app.raw(*(OFFERS[a:b] for a, b in pairwise(edges)))
+    assert answer.count(b"HTTP/1.1 200 OK") == answer.count(b"HTTP/1.1") == 4
+    assert answer.index(b'"count":3') < answer.index(b'"count":4')
+
+
+def test_a_body_beside_an_upgrade_is_not_taken_for_the_next_request(app):
+    hidden = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
+    head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\n" + OFFER
+    answer = app.raw(head + b"content-length: %d\r\n\r\n%s" % (len(hidden), hidden) + LAST)
+    assert answer.count(b"HTTP/1.1") == 2
+    assert (status(answer), b'"version"' in answer) == (400, False)
+
+
+def test_http_1_0_closes_after_an_upgrade_that_we_lack(app):
+    head = b"POST /tokenize HTTP/1.0\r\nconnection: upgrade\r\nupgrade: h2c\r\n"
+    assert b'"count":1' in app.raw(head + b'content-length: 14\r\n\r\n{"prompt":"a"}')
 
 
 def test_pipelined_requests_are_answered_in_order(app):

@@ -168,14 +168,21 @@ class BlockManager:
             self._register(table.blocks[table.registered], table.key)
             table.registered += 1
 
-    def close(self, seq_id: str) -> None:
+    def close(self, seq_id: str, *, forget: bool = False) -> None:
         """Give back what a sequence holds.
+
+        Args:
+            seq_id: Whose blocks.
+            forget: Whether their content is not to be trusted: no later sequence finds it.
 
         Raises:
             EngineError: The sequence has no table.
         """
         blocks = self._table(seq_id).blocks
         del self._tables[seq_id]
+        if forget:
+            for block in blocks:
+                self._unregister(block)
         for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block] == 0:
@@ -240,6 +247,11 @@ class BlockManager:
             self.evictions_total += 1
         self._holders[block] = 1
         return block
+
+    def _unregister(self, block: int) -> None:
+        key = self._keys.pop(block, None)
+        if key is not None:
+            del self._cached[key]
 
     def _let_go(self, block: int) -> None:
         if block in self._keys:

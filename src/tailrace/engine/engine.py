@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import structlog
+
 from tailrace.engine.sequence import Sequence, Status
 from tailrace.types import EngineStats, RequestTimes, TokenOutput
 
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from tailrace.engine.runner import PreparedStep, StepResult
     from tailrace.engine.scheduler import Chunk, Scheduler, Step
     from tailrace.types import EngineRequest, TokenLogprobs
+
+
+log = structlog.get_logger("tailrace.engine")
 
 
 class StepRunner(Protocol):
@@ -109,7 +114,8 @@ class Engine:
 
     def abort(self, request_ids: Iterable[str]) -> list[TokenOutput]:
         """Forget requests; return a final output for each that was known."""
-        found = [self._sequences[i] for i in request_ids if i in self._sequences]
+        wanted = dict.fromkeys(request_ids)  # an id that comes twice ends its request once
+        found = [self._sequences[i] for i in wanted if i in self._sequences]
         return [self._finish(sequence, "abort", self._clock()) for sequence in found]
 
     def step(self) -> list[TokenOutput]:
@@ -240,7 +246,7 @@ class Engine:
             times=self._times(sequence, now) if reason or first else None,
         )
         if reason is not None:
-            self._forget(sequence)
+            self._let_go(sequence)
         return output
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> str | None:
@@ -262,7 +268,7 @@ class Engine:
     def _finish(
         self, sequence: Sequence, reason: str, now: float, error: str | None = None
     ) -> TokenOutput:
-        self._forget(sequence)
+        self._let_go(sequence, forget=reason == "error")
         return TokenOutput(
             sequence.request_id,
             [],
@@ -271,14 +277,17 @@ class Engine:
             times=self._times(sequence, now),
         )
 
-    def _forget(self, sequence: Sequence) -> None:
-        self.scheduler.finish(sequence)
+    def _let_go(self, sequence: Sequence, *, forget: bool = False) -> None:
+        # What made a request fail may stand in its KV: nobody shall find it in the prefix cache.
+        self.scheduler.finish(sequence, forget=forget)
         del self._sequences[sequence.request_id]
 
     def _fail_step(self, step: Step, error: Exception) -> list[TokenOutput]:
         """End every request of a step that raised; the others go on."""
         now = self._clock()
-        message = f"the engine failed in this request's step: {type(error).__name__}: {error}"
+        log.error("step_failed", requests=len(step.chunks), exc_info=error)
+        # The text may hold paths and the like: it is for the log, not for clients.
+        message = f"the engine failed in this request's step ({type(error).__name__})"
         outputs = []
         for chunk in step.chunks:
             chunk.sequence.steps_in_flight -= 1

@@ -100,12 +100,17 @@ class Scheduler:
         """Queue a waiting sequence at its place in the order."""
         bisect.insort(self.waiting, sequence, key=lambda s: s.order)
 
-    def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is, and give back what it holds."""
+    def finish(self, sequence: Sequence, *, forget: bool = False) -> None:
+        """Take a sequence out, wherever it is, and give back what it holds.
+
+        Args:
+            sequence: Waiting or running.
+            forget: Whether its KV is not to be trusted, so that no prefix of it is reused.
+        """
         if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         else:
-            self._give_back(sequence)
+            self._give_back(sequence, forget=forget)
         sequence.move("finish")
 
     def schedule(self) -> Step:
@@ -193,8 +198,8 @@ class Scheduler:
         step.preempted += 1
         self.add(victim)
 
-    def _give_back(self, sequence: Sequence) -> None:
-        self.blocks.close(sequence.request_id)
+    def _give_back(self, sequence: Sequence, *, forget: bool = False) -> None:
+        self.blocks.close(sequence.request_id, forget=forget)
         self.running.remove(sequence)
         self._free_slots.append(sequence.slot)
         self._released.append(sequence.slot)

@@ -207,7 +207,12 @@ def main() -> int:
                 log.exception("start_failed")
             _announce_fatal(mailbox, error)
             return 1
-        Worker(mailbox, engine).run()
+        try:
+            Worker(mailbox, engine).run()
+        except Exception as error:  # a bug of ours: the front ends hear of it before we end
+            log.exception("engine_failed")
+            _announce_fatal(mailbox, error)
+            return 1
     mailbox.close()
     return 0
 

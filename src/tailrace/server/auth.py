@@ -29,8 +29,9 @@ def check_key(request: Request, api_key: str) -> None:
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         given = request.headers.get("x-api-key", "")
-    # Headers were read as Latin-1: this gives the bytes that were sent.
-    if not hmac.compare_digest(given.strip().encode("latin-1"), api_key.encode()):
+    # Headers were read as Latin-1: this gives the bytes that were sent. A bare strip() would take
+    # the last byte of a key that ends in "à" for a no-break space.
+    if not hmac.compare_digest(given.strip(" \t").encode("latin-1"), api_key.encode()):
         raise RequestError(
             "a valid API key is needed: send 'Authorization: Bearer KEY'",
             status=401,

@@ -1,7 +1,10 @@
-"""uvicorn's HTTP connection with what it lacks: a deadline and a bound for request heads, a drop.
+"""uvicorn's HTTP connection with what it lacks.
 
-uvicorn closes idle connections between requests, but not one whose request head never completes,
-and it bounds a head by memory alone.
+A deadline and a bound for request heads: uvicorn closes idle connections between requests, but
+not one whose request head never completes, and it bounds a head by memory alone.
+A way to drop a connection: see http.py.
+Bodies beside an offer to upgrade, which Java's HttpClient and `curl --http2` make with every
+request: httptools passes over such a body and would take it for the next request.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tailrace.server.http import DROP_EXTENSION
@@ -20,6 +24,7 @@ MAX_HEAD_BYTES = 64 * 1024
 _ALONE = b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _STALLED = b"HTTP/1.1 408 Request Timeout" + _ALONE
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large" + _ALONE
+_FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class _HeadTooLargeError(Exception):
@@ -33,6 +38,12 @@ class Connection(HttpToolsProtocol):
     its blank line. While it is, a timer runs. Its size is counted twice: as the parser reports
     its parts, which is exact however the bytes come, and as bytes received, which bounds a single
     endless part that the parser still holds.
+
+        head ................ chunk size, extension . data ... size 0, trailer fields ... next head
+        parsed, received      idle                    0        idle, parsed               (anew)
+
+    After the head, bytes that bring the body no further are idle. The parser keeps an unfinished
+    trailer field, and appends to it at a cost that grows with it: idle bytes have the head's limit.
     """
 
     header_timeout_s: float = 10.0
@@ -42,8 +53,10 @@ class Connection(HttpToolsProtocol):
         self._head_timer: TimerHandle | None = None
         self._head_bytes = 0
         self._parsed_head_bytes = 0
+        self._idle_bytes = 0
         self._in_head = True
         self._has_begun = False
+        self._is_replaying = False
 
     def connection_made(self, transport: Any) -> None:
         """Start the first head's deadline."""
@@ -59,13 +72,24 @@ class Connection(HttpToolsProtocol):
         """Count a head's bytes before the parser stores them."""
         if self._in_head:
             self._head_bytes += len(data)
-        super().data_received(data)
+        else:
+            self._idle_bytes += len(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         # Still in the head after all of that: none of those bytes belonged to a body.
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
+        waiting_bytes = self._head_bytes if self._in_head else self._idle_bytes
+        if waiting_bytes > MAX_HEAD_BYTES:
             self._refuse(_TOO_LARGE)
+
+    def on_body(self, body: bytes) -> None:
+        """The body has come further."""
+        self._idle_bytes = 0
+        super().on_body(body)
 
     def on_message_begin(self) -> None:
         """A request's first byte has come."""
+        if self._is_replaying:
+            return
         super().on_message_begin()
         self._has_begun = True
         if not self._in_head:
@@ -73,11 +97,15 @@ class Connection(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         """Count the target."""
+        if self._is_replaying:
+            return
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Count a field."""
+        if self._is_replaying:
+            return
         self._count(len(name) + len(value) + 4)  # ": " and the line's end
         super().on_header(name, value)
 
@@ -92,14 +120,54 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The head is whole: stop its deadline, offer the application to drop the connection."""
+        if self._is_replaying:
+            return
         self._end_head()
         self.scope["extensions"] = {DROP_EXTENSION: {"call": self.transport.abort}}
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The request is whole, unless httptools has only passed over its body."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser; replaces uvicorn's own way, which loses what follows an upgrade."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                self._decline_upgrade()
+                data = data[offer.args[0] :]
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+                return
+            else:
+                return
+
+    def _decline_upgrade(self) -> None:
+        """Go on in HTTP/1.1, as a server may: with a parser that has not seen the offer.
+
+        head with offer | body ... next head      what the client sends
+        old parser      |                         stops here, the application is running
+                   head | body ... next head      new parser; its head says only where
+                                                  the body ends, and goes unreported
+        """
+        lines = [b"POST / HTTP/" + self.parser.get_http_version().encode()]
+        lines += [name + b": " + value for name, value in self.headers if name in _FRAMING]
+        if not self.parser.should_keep_alive():
+            lines.append(b"connection: close")
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+        self._is_replaying = True
+        self.parser.feed_data(b"\r\n".join(lines) + b"\r\n\r\n")
+        self._is_replaying = False
 
     def _start_head(self) -> None:
         self._in_head = True
         self._head_bytes = 0
         self._parsed_head_bytes = 0
+        self._idle_bytes = 0
         if self._head_timer is None:
             loop = asyncio.get_running_loop()
             self._head_timer = loop.call_later(self.header_timeout_s, self._close_stalled)

@@ -1,0 +1,113 @@
+"""What NVML says of this machine's GPUs, whoever uses them; nothing where it says nothing.
+
+A machine without an NVIDIA driver, or without the package `nvidia-ml-py` (the extra `gpu`), has no
+readings, which is no error. A driver that is there and fails is worth a warning, once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import structlog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+log = structlog.get_logger("tailrace.gpu")
+
+
+@dataclass(frozen=True)
+class GpuReading:
+    """One GPU at one moment; None: the driver does not tell (as of the parts of a split GPU).
+
+    Attributes:
+        index: As the driver counts, which CUDA_VISIBLE_DEVICES does not change.
+        uuid: Stays the same when the order changes.
+        busy_share: Share of the driver's last sample, about a second, in which any kernel ran.
+        memory_used_bytes: Of all processes, and what the driver keeps for itself.
+        memory_total_bytes: Of the board.
+    """
+
+    index: int
+    uuid: str
+    busy_share: float | None
+    memory_used_bytes: int | None
+    memory_total_bytes: int | None
+
+
+class Gpus:
+    """The GPUs of this machine, by an open NVML.
+
+    Args:
+        nvml: The module `pynvml`, initialised; None reads nothing.
+    """
+
+    def __init__(self, nvml: Any = None) -> None:
+        self._nvml = nvml
+        self._has_warned = False
+
+    @classmethod
+    def find(cls) -> Self:
+        """Open NVML where there is one."""
+        try:
+            import pynvml  # noqa: PLC0415 -- an extra, and slow to import where it is of no use
+        except ImportError:
+            return cls()
+        return cls.open(pynvml)
+
+    @classmethod
+    def open(cls, nvml: Any) -> Self:
+        """Initialise a `pynvml`."""
+        try:
+            nvml.nvmlInit()
+        except (nvml.NVMLError_LibraryNotFound, nvml.NVMLError_DriverNotLoaded):
+            return cls()  # no NVIDIA driver: a machine without such a GPU
+        except nvml.NVMLError as error:
+            log.warning("no_gpu_readings", error=str(error))
+            return cls()
+        return cls(nvml)
+
+    def read(self) -> list[GpuReading]:
+        """Return a reading of each GPU that answers."""
+        if self._nvml is None:
+            return []
+        try:
+            count = self._nvml.nvmlDeviceGetCount()
+        except self._nvml.NVMLError as error:
+            self._warn(error)
+            return []
+        readings = (self._read_one(index) for index in range(count))
+        return [reading for reading in readings if reading is not None]
+
+    def _read_one(self, index: int) -> GpuReading | None:
+        nvml = self._nvml
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            uuid = str(nvml.nvmlDeviceGetUUID(handle))
+        except nvml.NVMLError as error:  # it fell off the bus; the others may be well
+            self._warn(error)
+            return None
+        rates = self._ask(nvml.nvmlDeviceGetUtilizationRates, handle)
+        memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
+        return GpuReading(
+            index=index,
+            uuid=uuid,
+            busy_share=None if rates is None else rates.gpu / 100,
+            memory_used_bytes=None if memory is None else memory.used,
+            memory_total_bytes=None if memory is None else memory.total,
+        )
+
+    def _ask(self, question: Callable[[Any], Any], handle: Any) -> Any:
+        try:
+            return question(handle)
+        except self._nvml.NVMLError_NotSupported:
+            return None
+        except self._nvml.NVMLError as error:
+            self._warn(error)
+            return None
+
+    def _warn(self, error: Exception) -> None:
+        if not self._has_warned:
+            log.warning("gpu_reading_failed", error=str(error))
+        self._has_warned = True

@@ -1,0 +1,132 @@
+"""Readings of GPUs by a scripted NVML; by the real one where there is a GPU."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from tailrace.telemetry.gpu import GpuReading, Gpus
+
+
+class FakeNvml:
+    """`pynvml` with two GPUs; `faults` maps a function, or a function and index, to its error."""
+
+    class NVMLError(Exception):
+        pass
+
+    class NVMLError_LibraryNotFound(NVMLError):  # noqa: N801 -- pynvml's name
+        pass
+
+    class NVMLError_DriverNotLoaded(NVMLError):  # noqa: N801 -- pynvml's name
+        pass
+
+    class NVMLError_NotSupported(NVMLError):  # noqa: N801 -- pynvml's name
+        pass
+
+    class NVMLError_GpuIsLost(NVMLError):  # noqa: N801 -- pynvml's name
+        pass
+
+    def __init__(self):
+        self.faults = {}
+
+    def _check(self, *call):
+        for key in (call, call[0]):
+            if key in self.faults:
+                raise self.faults[key]("the driver said no")
+
+    def nvmlInit(self):  # noqa: N802 -- pynvml's name
+        self._check("init")
+
+    def nvmlDeviceGetCount(self):  # noqa: N802 -- pynvml's name
+        self._check("count")
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802 -- pynvml's name
+        self._check("handle", index)
+        return index
+
+    def nvmlDeviceGetUUID(self, handle):  # noqa: N802 -- pynvml's name
+        self._check("uuid", handle)
+        return f"GPU-{handle}"
+
+    def nvmlDeviceGetUtilizationRates(self, handle):  # noqa: N802 -- pynvml's name
+        self._check("rates", handle)
+        return SimpleNamespace(gpu=25 * handle + 50, memory=1)
+
+    def nvmlDeviceGetMemoryInfo(self, handle):  # noqa: N802 -- pynvml's name
+        self._check("memory", handle)
+        return SimpleNamespace(used=1000 + handle, total=8000, free=0)
+
+
+@pytest.fixture
+def nvml():
+    return FakeNvml()
+
+
+FIRST = GpuReading(0, "GPU-0", 0.5, 1000, 8000)
+SECOND = GpuReading(1, "GPU-1", 0.75, 1001, 8000)
+
+
+def test_every_gpu_is_read(nvml):
+    assert Gpus.open(nvml).read() == [FIRST, SECOND]
+
+
+@pytest.mark.parametrize("missing", ["NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"])
+def test_a_machine_without_a_driver_has_no_readings_and_no_warning(nvml, missing, capsys):
+    nvml.faults["init"] = getattr(nvml, missing)
+    assert Gpus.open(nvml).read() == []
+    assert capsys.readouterr().out == ""
+
+
+def test_a_driver_that_fails_at_the_start_is_warned_of(nvml, capsys):
+    nvml.faults["init"] = nvml.NVMLError
+    assert Gpus.open(nvml).read() == []
+    assert "the driver said no" in capsys.readouterr().out
+
+
+def test_without_the_package_there_are_no_readings(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert Gpus.find().read() == []
+
+
+def test_what_a_gpu_does_not_tell_is_left_out_without_a_warning(nvml, capsys):
+    nvml.faults["rates"] = nvml.NVMLError_NotSupported
+    nvml.faults["memory", 1] = nvml.NVMLError_NotSupported
+    assert Gpus.open(nvml).read() == [
+        GpuReading(0, "GPU-0", None, 1000, 8000),
+        GpuReading(1, "GPU-1", None, None, None),
+    ]
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("call", ["handle", "uuid"])
+def test_a_lost_gpu_leaves_the_others_and_is_warned_of_once(nvml, call, capsys):
+    nvml.faults[call, 0] = nvml.NVMLError_GpuIsLost
+    gpus = Gpus.open(nvml)
+    assert gpus.read() == gpus.read() == [SECOND]
+    assert capsys.readouterr().out.count("gpu_reading_failed") == 1
+
+
+def test_a_gpu_that_is_lost_between_two_questions_keeps_what_it_said(nvml, capsys):
+    nvml.faults["memory", 0] = nvml.NVMLError_GpuIsLost
+    assert Gpus.open(nvml).read() == [GpuReading(0, "GPU-0", 0.5, None, None), SECOND]
+    assert "gpu_reading_failed" in capsys.readouterr().out
+
+
+def test_a_driver_that_goes_away_ends_the_readings_not_the_server(nvml):
+    gpus = Gpus.open(nvml)
+    nvml.faults["count"] = nvml.NVMLError
+    assert gpus.read() == []
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_is_read():
+    gpus = Gpus.find()
+    readings = gpus.read()
+    if not readings:
+        pytest.skip("no NVIDIA GPU, or no nvidia-ml-py, on this machine")
+    assert len({reading.uuid for reading in readings}) == len(readings)
+    for reading in readings:
+        assert reading.uuid.startswith("GPU-")
+        assert reading.busy_share is None or 0 <= reading.busy_share <= 1
+        assert 0 < reading.memory_used_bytes <= reading.memory_total_bytes
