@@ -105,10 +105,12 @@ class Machine(RuleBasedStateMachine):
         sequence.table = list(self.blocks.table(name))
         self.evictions += evicted
 
-    @rule(name=consumes(names))
-    def close(self, name):
-        self.blocks.close(name)
+    @rule(name=consumes(names), forget=st.booleans())
+    def close(self, name, forget):
+        self.blocks.close(name, forget=forget)
         table = self.open_.pop(name).table
+        if forget:
+            self.cached = {key: block for key, block in self.cached.items() if block not in table}
         registered = set(self.cached.values())
         self.idle += [b for b in reversed(table) if b not in self.held and b in registered]
         with pytest.raises(EngineError, match=f"{name} holds no blocks"):

@@ -310,6 +310,13 @@ def test_a_client_that_leaves_within_its_body_leaves_nothing_behind(app):
     assert app.engine.open_requests == 0
 
 
+@pytest.mark.parametrize(("coding", "status"), [("gzip", 415), ("zstd", 415), ("Identity", 200)])
+def test_a_compressed_body_is_refused_by_the_name_of_its_coding(app, coding, status):
+    answer = app.post("/tokenize", {"prompt": "a"}, headers={"content-encoding": coding})
+    assert answer.status_code == status
+    assert (coding in answer.text) is (status == 415)
+
+
 def test_unread_bytes_of_a_body_are_not_taken_for_the_next_request(app):
     smuggled = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
     head = f"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: {len(smuggled)}\r\n\r\n".encode()

@@ -4,6 +4,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from structlog.testing import capture_logs
 
 from tailrace.telemetry.gpu import GpuReading, Gpus
 
@@ -14,16 +15,16 @@ class FakeNvml:
     class NVMLError(Exception):
         pass
 
-    class NVMLError_LibraryNotFound(NVMLError):  # noqa: N801 -- pynvml's name
+    class NVMLError_LibraryNotFound(NVMLError):  # noqa: N801, N818 -- pynvml's name
         pass
 
-    class NVMLError_DriverNotLoaded(NVMLError):  # noqa: N801 -- pynvml's name
+    class NVMLError_DriverNotLoaded(NVMLError):  # noqa: N801, N818 -- pynvml's name
         pass
 
-    class NVMLError_NotSupported(NVMLError):  # noqa: N801 -- pynvml's name
+    class NVMLError_NotSupported(NVMLError):  # noqa: N801, N818 -- pynvml's name
         pass
 
-    class NVMLError_GpuIsLost(NVMLError):  # noqa: N801 -- pynvml's name
+    class NVMLError_GpuIsLost(NVMLError):  # noqa: N801, N818 -- pynvml's name
         pass
 
     def __init__(self):
@@ -72,16 +73,18 @@ def test_every_gpu_is_read(nvml):
 
 
 @pytest.mark.parametrize("missing", ["NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"])
-def test_a_machine_without_a_driver_has_no_readings_and_no_warning(nvml, missing, capsys):
+def test_a_machine_without_a_driver_has_no_readings_and_no_warning(nvml, missing):
     nvml.faults["init"] = getattr(nvml, missing)
-    assert Gpus.open(nvml).read() == []
-    assert capsys.readouterr().out == ""
+    with capture_logs() as logs:
+        assert Gpus.open(nvml).read() == []
+    assert logs == []
 
 
-def test_a_driver_that_fails_at_the_start_is_warned_of(nvml, capsys):
+def test_a_driver_that_fails_at_the_start_is_warned_of(nvml):
     nvml.faults["init"] = nvml.NVMLError
-    assert Gpus.open(nvml).read() == []
-    assert "the driver said no" in capsys.readouterr().out
+    with capture_logs() as logs:
+        assert Gpus.open(nvml).read() == []
+    assert [log["error"] for log in logs] == ["the driver said no"]
 
 
 def test_without_the_package_there_are_no_readings(monkeypatch):
@@ -89,28 +92,32 @@ def test_without_the_package_there_are_no_readings(monkeypatch):
     assert Gpus.find().read() == []
 
 
-def test_what_a_gpu_does_not_tell_is_left_out_without_a_warning(nvml, capsys):
+def test_what_a_gpu_does_not_tell_is_left_out_without_a_warning(nvml):
     nvml.faults["rates"] = nvml.NVMLError_NotSupported
     nvml.faults["memory", 1] = nvml.NVMLError_NotSupported
-    assert Gpus.open(nvml).read() == [
+    with capture_logs() as logs:
+        readings = Gpus.open(nvml).read()
+    assert readings == [
         GpuReading(0, "GPU-0", None, 1000, 8000),
         GpuReading(1, "GPU-1", None, None, None),
     ]
-    assert capsys.readouterr().out == ""
+    assert logs == []
 
 
 @pytest.mark.parametrize("call", ["handle", "uuid"])
-def test_a_lost_gpu_leaves_the_others_and_is_warned_of_once(nvml, call, capsys):
+def test_a_lost_gpu_leaves_the_others_and_is_warned_of_once(nvml, call):
     nvml.faults[call, 0] = nvml.NVMLError_GpuIsLost
     gpus = Gpus.open(nvml)
-    assert gpus.read() == gpus.read() == [SECOND]
-    assert capsys.readouterr().out.count("gpu_reading_failed") == 1
+    with capture_logs() as logs:
+        assert gpus.read() == gpus.read() == [SECOND]
+    assert [log["event"] for log in logs] == ["gpu_reading_failed"]
 
 
-def test_a_gpu_that_is_lost_between_two_questions_keeps_what_it_said(nvml, capsys):
+def test_a_gpu_that_is_lost_between_two_questions_keeps_what_it_said(nvml):
     nvml.faults["memory", 0] = nvml.NVMLError_GpuIsLost
-    assert Gpus.open(nvml).read() == [GpuReading(0, "GPU-0", 0.5, None, None), SECOND]
-    assert "gpu_reading_failed" in capsys.readouterr().out
+    with capture_logs() as logs:
+        assert Gpus.open(nvml).read() == [GpuReading(0, "GPU-0", 0.5, None, None), SECOND]
+    assert [log["event"] for log in logs] == ["gpu_reading_failed"]
 
 
 def test_a_driver_that_goes_away_ends_the_readings_not_the_server(nvml):

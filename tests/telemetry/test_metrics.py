@@ -5,6 +5,7 @@ import os
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tailrace.telemetry.gpu import GpuReading, Gpus
 from tailrace.telemetry.metrics import GAP_BUCKETS_S, LATENCY_BUCKETS_S, Metrics, fragmentation
 from tailrace.telemetry.request_log import RequestRecord
 from tailrace.types import EngineStats
@@ -172,6 +173,26 @@ def test_memory_is_shown_for_each_process_that_lives():
         for labels in [dict(pairs)]
     }
     assert shown == {"frontend", "engine"}
+
+
+class FakeGpus(Gpus):
+    def read(self):
+        return [GpuReading(0, "GPU-a", 0.5, 10, 80), GpuReading(1, "GPU-b", None, None, 90)]
+
+
+def test_gpus_show_what_they_tell():
+    shown = {key: v for key, v in samples(Metrics(FakeGpus()).render()).items() if "gpu" in key[0]}
+    first, second = [(("gpu", str(i)), ("gpu_uuid", f"GPU-{c}")) for i, c in enumerate("ab")]
+    assert shown == {
+        ("tailrace:gpu_utilization", *first): 0.5,
+        ("tailrace:gpu_memory_used_bytes", *first): 10,
+        ("tailrace:gpu_memory_total_bytes", *first): 80,
+        ("tailrace:gpu_memory_total_bytes", *second): 90,
+    }
+
+
+def test_without_gpus_their_families_are_absent():
+    assert b"gpu_" not in Metrics(Gpus()).render()
 
 
 def test_two_servers_in_one_process_do_not_share_a_registry():

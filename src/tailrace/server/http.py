@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from tailrace.errors import RequestError
 from tailrace.server import ingest
 
 if TYPE_CHECKING:
     from tailrace.config import ServerConfig
-    from tailrace.errors import RequestError
     from tailrace.server.services import Services
 
 Scope = dict[str, Any]
@@ -66,9 +66,14 @@ class Request:
         """Read the whole body, once.
 
         Raises:
-            RequestError: 408 or 413.
+            RequestError: 408, 413 or 415.
             ClientGoneError: The client left before its end.
         """
+        coding = self.headers.get("content-encoding", "identity")
+        if coding.lower() != "identity":
+            raise RequestError(
+                f"the body's content-encoding is {coding[:40]!r}; send it uncompressed", status=415
+            )
         body = await ingest.read_body(
             self._receive,
             self.headers.get("content-length"),
@@ -82,7 +87,7 @@ class Request:
         """Read the body as JSON of a type.
 
         Raises:
-            RequestError: 400, with `param` where a field is at fault; 408 or 413.
+            RequestError: 400, with `param` where a field is at fault; 408, 413 or 415.
         """
         return ingest.decode(await self.body(), kind)
 

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from tailrace.telemetry.gpu import Gpus
 from tailrace.telemetry.process import resident_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from tailrace.telemetry.gpu import GpuReading
     from tailrace.telemetry.request_log import RequestRecord
     from tailrace.types import EngineStats
 
@@ -35,9 +37,14 @@ TOKEN_BUCKETS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 
 
 class Metrics:
-    """Everything that `/metrics` shows."""
+    """Everything that `/metrics` shows.
 
-    def __init__(self) -> None:
+    Args:
+        gpus: Where readings of GPUs come from; None looks for this machine's.
+    """
+
+    def __init__(self, gpus: Gpus | None = None) -> None:
+        self._gpus = Gpus.find() if gpus is None else gpus
         self._registry = CollectorRegistry()
         self._ttft = self._latency("time_to_first_token_seconds", "Received to first token")
         self._e2e = self._latency("e2e_request_latency_seconds", "Received to last byte made")
@@ -104,7 +111,8 @@ class Metrics:
     ) -> bytes:
         """Return the text format: the families above, and the engine as it was last reported."""
         snapshot = CollectorRegistry()
-        snapshot.register(_Snapshot(stats, restarts, pids or {}, dropped_records))
+        gpus = self._gpus.read()
+        snapshot.register(_Snapshot(stats, restarts, pids or {}, dropped_records, gpus))
         return generate_latest(self._registry) + generate_latest(snapshot)
 
     def _latency(self, name: str, text: str) -> Histogram:
@@ -118,12 +126,18 @@ class _Snapshot:
     """One report as metric families."""
 
     def __init__(
-        self, stats: EngineStats | None, restarts: int, pids: dict[str, int], dropped: int
+        self,
+        stats: EngineStats | None,
+        restarts: int,
+        pids: dict[str, int],
+        dropped: int,
+        gpus: Sequence[GpuReading],
     ) -> None:
         self._stats = stats
         self._restarts = restarts
         self._pids = {"frontend": os.getpid()} | pids
         self._dropped = dropped
+        self._gpus = gpus
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family."""
@@ -137,6 +151,8 @@ class _Snapshot:
             if size is not None:
                 memory.add_metric([role], size)
         yield memory
+        if self._gpus:
+            yield from _gpu_gauges(self._gpus)
         if self._stats is not None:
             yield from _engine_gauges(self._stats)
             yield from _engine_counters(self._stats)
@@ -177,6 +193,19 @@ def _engine_counters(stats: EngineStats) -> Iterator[Metric]:
     yield _counter("num_preemptions", "Sequences sent back to wait", stats.preemptions_total)
     yield _counter("engine_steps", "Steps run", stats.steps_total)
     yield _counter("engine_busy_seconds", "Time with a step to run", stats.busy_s_total)
+
+
+def _gpu_gauges(gpus: Sequence[GpuReading]) -> Iterator[Metric]:
+    for name, text, values in (
+        ("gpu_utilization", "Share of the last second with a kernel", [g.busy_share for g in gpus]),
+        ("gpu_memory_used_bytes", "Used by anyone", [g.memory_used_bytes for g in gpus]),
+        ("gpu_memory_total_bytes", "Of the board", [g.memory_total_bytes for g in gpus]),
+    ):
+        family = GaugeMetricFamily(f"{PREFIX}{name}", text, labels=["gpu", "gpu_uuid"])
+        for gpu, known in zip(gpus, values, strict=True):
+            if known is not None:
+                family.add_metric([str(gpu.index), gpu.uuid], known)
+        yield family
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:
