@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import os
@@ -13,7 +14,9 @@ from pydoc_data import topics
 
 import pytest
 
-pytest.importorskip("locust", reason="locust is not installed: pip install -e '.[bench]'")
+# Not importorskip: importing locust patches this process's threads and sockets for gevent.
+if importlib.util.find_spec("locust") is None:
+    pytest.skip("locust is not installed: pip install -e '.[bench]'", allow_module_level=True)
 pytestmark = pytest.mark.e2e
 
 SCRIPTS = Path(__file__).with_name("locustfiles")
