@@ -7,9 +7,11 @@ Each round runs every engine once, one after the other (A B C, A B C, ...), each
 own; the table shows medians over the rounds and, for the peers, the median of the ratios taken
 round by round, so that a machine whose speed drifts does not decide.
 
-What is timed: n requests of 512 random prompt tokens each arrive at once and generate 32 tokens.
-Prefill: all prompt tokens over the time until the last request's first token. Decode: the tokens
-after that over the rest. llama-batched-bench measures the same two phases (`S_PP`, `S_TG`).
+Two phases are timed, as llama-batched-bench does (`S_PP`, `S_TG`). Prefill: n requests of 512 random
+prompt tokens arrive at once and ask for one token. Decode: the same prompts come again, are found in
+the prefix cache, and generate 32 tokens each; the clock runs from the moment when all n have their
+first. (One phase would not do: under continuous batching the first requests would have ended before
+the last was prefilled.)
 """
 
 from __future__ import annotations
@@ -49,7 +51,10 @@ def main() -> None:
     if arguments.measure:
         print(json.dumps([asdict(rates) for rates in measure_tailrace(arguments)]))
         return
-    engines = {"tailrace": lambda: run_tailrace(arguments)}
+    engines = {
+        "tailrace": lambda: run_tailrace(arguments, 0),
+        "tailrace, 512-token steps": lambda: run_tailrace(arguments, 512),
+    }
     for gguf in arguments.gguf:
         engines[f"llama.cpp {Path(gguf).stem}"] = lambda gguf=gguf: run_llama(arguments, gguf)
     rounds: dict[str, list[list[Rates]]] = {name: [] for name in engines}
@@ -71,13 +76,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--llama-batched-bench", default="")
     parser.add_argument("--gguf", action="append", default=[])
+    parser.add_argument("--max-num-batched-tokens", type=int, default=0)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def run_tailrace(arguments: argparse.Namespace) -> list[Rates]:
+def run_tailrace(arguments: argparse.Namespace, budget: int) -> list[Rates]:
     command = [sys.executable, __file__, "--measure", "--model", arguments.model]
     command += ["--dtype", arguments.dtype, "--threads", str(arguments.threads)]
+    command += ["--max-num-batched-tokens", str(budget)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [Rates(**row) for row in json.loads(done.stdout.splitlines()[-1])]
 
@@ -103,7 +110,7 @@ def measure_tailrace(arguments: argparse.Namespace) -> list[Rates]:
         dtype=arguments.dtype,
         threads=arguments.threads,
         max_batch_size=max(REQUESTS),
-        prefix_cache=False,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
     )
     setup.pin_threads(config.threads)
     with ThreadPoolExecutor(1) as executor:
@@ -115,32 +122,38 @@ def measure_tailrace(arguments: argparse.Namespace) -> list[Rates]:
 
 
 def measure(engine: Engine, count: int) -> Rates:
+    draw = random.Random(count)
+    prompts = [
+        [draw.randrange(100, engine.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(count)
+    ]
+    started = time.perf_counter()
+    run(engine, prompts, 1)
+    prefill_s = time.perf_counter() - started
+    tokens, decode_s = run(engine, prompts, OUTPUT_TOKENS + 1)
+    return Rates(count, count * PROMPT_TOKENS / prefill_s, tokens / decode_s)
+
+
+def run(engine: Engine, prompts: list[list[int]], max_tokens: int) -> tuple[int, float]:
+    """Run requests to their end; return tokens and seconds after all had their first token."""
     from tailrace.types import EngineRequest, SamplingParams
 
-    draw = random.Random(count)
-    for index in range(count):
-        prompt = [draw.randrange(100, engine.vocab_size) for _ in range(PROMPT_TOKENS)]
-        sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    for index, prompt in enumerate(prompts):
         engine.add(
             EngineRequest(
                 request_id=str(index), token_ids=prompt, sampling=sampling, arrival_s=float(index)
             )
         )
-    started = first = time.perf_counter()
     begun: set[str] = set()
-    tokens = tokens_at_first = 0
+    tokens = 0
+    since = 0.0
     while engine.has_work:
         for output in engine.step():
             tokens += len(output.token_ids)
             begun.add(output.request_id)
-        if len(begun) == count and not tokens_at_first:
-            first, tokens_at_first = time.perf_counter(), tokens
-    ended = time.perf_counter()
-    return Rates(
-        count,
-        count * PROMPT_TOKENS / (first - started),
-        (tokens - tokens_at_first) / (ended - first),
-    )
+        if len(begun) == len(prompts) and not since:
+            since, tokens = time.perf_counter(), 0
+    return tokens, time.perf_counter() - since
 
 
 def print_table(rounds: dict[str, list[list[Rates]]]) -> None:
