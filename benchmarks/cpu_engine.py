@@ -7,11 +7,11 @@ Each round runs every engine once, one after the other (A B C, A B C, ...), each
 own; the table shows medians over the rounds and, for the peers, the median of the ratios taken
 round by round, so that a machine whose speed drifts does not decide.
 
-Two phases are timed, as llama-batched-bench does (`S_PP`, `S_TG`). Prefill: n requests of 512 random
-prompt tokens arrive at once and ask for one token. Decode: the same prompts come again, are found in
-the prefix cache, and generate 32 tokens each; the clock runs from the moment when all n have their
-first. (One phase would not do: under continuous batching the first requests would have ended before
-the last was prefilled.)
+Two phases are timed, as llama-batched-bench does (`S_PP`, `S_TG`). Prefill: n requests of 512
+random prompt tokens arrive at once and ask for one token. Decode: the same prompts come again, are
+found in the prefix cache, and generate 32 tokens each; the clock runs from the moment when all n
+have their first. (One phase would not do: under continuous batching the first requests would have
+ended before the last was prefilled.)
 """
 
 from __future__ import annotations
