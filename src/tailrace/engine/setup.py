@@ -132,8 +132,8 @@ def size_kv(config: EngineConfig, max_position: int, bytes_per_token: int) -> tu
     return context, num_blocks
 
 
-# Prefill runs as fast in chunks of 128 as of 512 (797 against 813 tokens/s), and the streams that
-# share its steps wait a quarter of the time for their next token.
+# Against 512, prefill loses about 7 %, and the streams that share its steps wait a quarter of the
+# time for their next token. See docs/performance.md.
 _CPU_TOKEN_BUDGET = 128
 
 
