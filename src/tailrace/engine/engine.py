@@ -218,14 +218,12 @@ class Engine:
     ) -> TokenOutput | None:
         """Apply one chunk's outcome to its sequence; return what the client gets to know."""
         sequence = chunk.sequence
-        if sequence.status is Status.FINISHED:  # ended or aborted while this step ran
-            self.scheduler.commit(chunk)
-            return None
-        if row is None:
+        # No token for anybody: a prompt's inner chunk, or ended or aborted while this step ran.
+        if row is None or sequence.status is Status.FINISHED:
             self.scheduler.commit(chunk)
             return None
         if row in result.errors:
-            self.scheduler.commit(chunk)
+            self.scheduler.retire(chunk)
             return self._finish(sequence, "error", now, error=result.errors[row])
         token_id = result.token_ids[row]
         sequence.token_ids.append(token_id)
@@ -290,9 +288,7 @@ class Engine:
         message = f"the engine failed in this request's step ({type(error).__name__})"
         outputs = []
         for chunk in step.chunks:
-            chunk.sequence.steps_in_flight -= 1
-            if chunk.samples:
-                chunk.sequence.pending_tokens -= 1
+            self.scheduler.retire(chunk)
             if chunk.sequence.status is not Status.FINISHED:
                 outputs.append(self._finish(chunk.sequence, "error", now, error=message))
         return outputs

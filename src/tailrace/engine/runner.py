@@ -102,14 +102,8 @@ class Runner:
     ) -> None:
         self.model = model
         self.sampler = sampler
-        self.block_size = block_size
         self.kv_caches = allocate_kv(model, num_blocks, block_size)
         self._last_tokens = torch.zeros(num_slots, dtype=torch.int64)
-
-    @property
-    def kv_bytes(self) -> int:
-        """Size of the KV pool."""
-        return sum(k.nbytes + v.nbytes for k, v in self.kv_caches)
 
     def prepare(self, step: Step, blocks: BlockManager) -> PreparedStep:
         """Turn a step into tensors; reads scheduler state, so it runs on the engine's thread."""

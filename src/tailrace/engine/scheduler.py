@@ -130,14 +130,19 @@ class Scheduler:
 
     def commit(self, chunk: Chunk) -> None:
         """Note that a chunk has run: its full blocks become findable in the prefix cache."""
+        self.retire(chunk)
         sequence = chunk.sequence
-        sequence.steps_in_flight -= 1
-        if chunk.samples:
-            sequence.pending_tokens -= 1
         # Preempted or finished meanwhile: its blocks are gone. (Running again is impossible: a
         # preempted sequence is not admitted while it has steps in flight.)
         if sequence.status is Status.RUNNING:
             self.blocks.commit(sequence.request_id, sequence.token_ids, chunk.end)
+
+    @staticmethod
+    def retire(chunk: Chunk) -> None:
+        """Note that a chunk is no longer in flight, whether or not its KV can be used."""
+        chunk.sequence.steps_in_flight -= 1
+        if chunk.samples:
+            chunk.sequence.pending_tokens -= 1
 
     def _extend(self, step: Step, sequence: Sequence) -> None:
         """Give a running sequence its next chunk, at the cost of younger ones if need be."""

@@ -76,15 +76,13 @@ def load(config: EngineConfig, folder: Path) -> Loaded:
         ConfigError: The KV pool cannot hold the context asked for.
         ModelError: The checkpoint cannot be served.
     """
-    import torch  # noqa: PLC0415
-
+    # torch comes with these, and is imported on this thread; see `pin_threads`.
     from tailrace.engine.runner import Runner, kv_bytes_per_token  # noqa: PLC0415
     from tailrace.engine.sampler import Sampler  # noqa: PLC0415
     from tailrace.kernels.select import select  # noqa: PLC0415
     from tailrace.models.loader import load_model  # noqa: PLC0415
 
     threads = thread_count(config.threads)
-    torch.set_num_threads(threads)
     kernels = select(config.cpu_kernels, threads)
     dtype = "float16" if config.dtype == "auto" else config.dtype
     model = load_model(

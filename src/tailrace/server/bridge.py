@@ -53,6 +53,8 @@ HEALTHY_LIFE_S = 30.0
 """An engine that lives shorter makes the next wait twice as long."""
 MAX_BACKOFF_S = 30.0
 FIRST_BACKOFF_S = 0.5
+GRACE_S = 5.0
+"""An engine told to stop gets this long to end by itself."""
 STOPPING = "the server is stopping; this request was not finished"
 ENGINE_DIED = "the engine died while it held this request; it is being restarted, try again"
 
@@ -174,7 +176,7 @@ class Bridge:
             self._fail_open_requests(STOPPING)
             self._ended.set()
 
-    async def stop(self, grace_s: float = 5.0) -> None:
+    async def stop(self, grace_s: float = GRACE_S) -> None:
         """End the engine and close; requests still open get an error."""
         self._stop_asked.set()
         self._send(AbortRequests(list(self._queues)))

@@ -13,7 +13,7 @@ from tailrace.server.prompts import INLINE_CHARS, off_loop_if
 
 if TYPE_CHECKING:
     from tailrace.server.http import Handler, Request
-    from tailrace.server.services import Services
+    from tailrace.server.services import Services, TextServices
 
 
 class TokenizeBody(msgspec.Struct):
@@ -61,7 +61,7 @@ async def tokenize(services: Services, request: Request) -> None:
             add_generation_prompt=body.add_generation_prompt,
         )
     else:
-        ids = await _encode(services, body.prompt or "", body.add_special_tokens)
+        ids = await _encode(text, body.prompt or "", body.add_special_tokens)
     answer: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": limits.context_length,
@@ -114,12 +114,10 @@ def _check_places(token_ids: list[int], vocab_size: int) -> None:
     )
 
 
-async def _encode(services: Services, prompt: str, add_special_tokens: bool) -> list[int]:
-    text, _ = check_open(services)
-
+async def _encode(text: TextServices, prompt: str, add_special_tokens: bool) -> list[int]:
     def encode() -> list[int]:
         return text.tokenizer.encode(
             prompt, add_special_tokens=add_special_tokens, parse_special=True
         )
 
-    return encode() if len(prompt) <= INLINE_CHARS else await asyncio.to_thread(encode)
+    return await off_loop_if(len(prompt) > INLINE_CHARS, encode)

@@ -25,7 +25,7 @@ from tailrace.clock import monotonic
 from tailrace.config import DEFAULT_MODEL
 from tailrace.errors import ConfigError, EngineError
 from tailrace.server.app import create_app
-from tailrace.server.bridge import Bridge
+from tailrace.server.bridge import GRACE_S, Bridge
 from tailrace.server.connection import connection_class
 from tailrace.server.services import Services, TextServices
 from tailrace.server.supervisor import Launcher
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger("tailrace.server")
 
 BACKLOG = 2048
-GRACE_S = 5.0
-"""The engine gets this long to end by itself."""
 INSISTENT_GRACE_S = 0.2
 """After a second signal."""
 
