@@ -45,7 +45,10 @@ def test_the_model_can_be_asked_for_by_name(app):
     answer = app.get("/v1/models/no/such")
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "model_not_found"
-    assert app.post("/v1/models/tiny", {}).status_code == 404
+    refused = app.post("/v1/models/tiny", {})
+    assert refused.status_code == 405
+    assert refused.headers["allow"] == "GET, HEAD"
+    assert app.get("/v1/models/").status_code == 404
 
 
 def test_a_refused_request_is_counted_by_its_status(app):

@@ -74,9 +74,7 @@ async def _answer_error(request: Request, error: RequestError) -> None:
 
 def _route(request: Request) -> Handler:
     method = "GET" if request.method == "HEAD" else request.method
-    handler = ROUTES.get((method, request.path))
-    if handler is None and request.path.startswith(routes_text.MODEL_PATH):
-        handler = routes_text.MODEL_ROUTES.get(method)
+    handler = _handlers(request.path).get(method)
     if handler is not None:
         return handler
     methods = _methods(request.path)
@@ -88,6 +86,13 @@ def _route(request: Request) -> Handler:
     raise RequestError(f"there is nothing at {shown}{hint}", status=404)
 
 
+def _handlers(path: str) -> dict[str, Handler]:
+    """Return what serves a path, by method; one path is a family: /v1/models/NAME."""
+    if path.startswith(routes_text.MODEL_PATH) and path != routes_text.MODEL_PATH:
+        return routes_text.MODEL_ROUTES
+    return {method: handler for (method, known), handler in ROUTES.items() if known == path}
+
+
 def _methods(path: str) -> list[str]:
-    methods = {method for method, known in ROUTES if known == path}
+    methods = set(_handlers(path))
     return sorted(methods | {"HEAD"} if "GET" in methods else methods)
