@@ -55,6 +55,8 @@ def main() -> None:
         "tailrace": lambda: run_tailrace(arguments, 0),
         "tailrace, 512-token steps": lambda: run_tailrace(arguments, 512),
     }
+    for dtype in arguments.also_dtype:
+        engines[f"tailrace {dtype}"] = lambda dtype=dtype: run_tailrace(arguments, 0, dtype)
     for gguf in arguments.gguf:
         engines[f"llama.cpp {Path(gguf).stem}"] = lambda gguf=gguf: run_llama(arguments, gguf)
     rounds: dict[str, list[list[Rates]]] = {name: [] for name in engines}
@@ -74,6 +76,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="float16")
+    parser.add_argument("--also-dtype", action="append", default=[], help="A further row.")
     parser.add_argument("--llama-batched-bench", default="")
     parser.add_argument("--gguf", action="append", default=[])
     parser.add_argument("--max-num-batched-tokens", type=int, default=0)
@@ -81,9 +84,9 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run_tailrace(arguments: argparse.Namespace, budget: int) -> list[Rates]:
+def run_tailrace(arguments: argparse.Namespace, budget: int, dtype: str = "") -> list[Rates]:
     command = [sys.executable, __file__, "--measure", "--model", arguments.model]
-    command += ["--dtype", arguments.dtype, "--threads", str(arguments.threads)]
+    command += ["--dtype", dtype or arguments.dtype, "--threads", str(arguments.threads)]
     command += ["--max-num-batched-tokens", str(budget)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [Rates(**row) for row in json.loads(done.stdout.splitlines()[-1])]

@@ -5,8 +5,9 @@
 Each prompt (60 to 400 tokens of Python's own documentation) is generated alone, whole in one
 chunk, then together with fifteen others in chunks of a 96-token step budget, then again out of the
 prefix cache. Counted: sequences that differ, and the top-2 margin (difference of log-probabilities)
-where they first do. Also: how often float16 weights choose another token than float32 ones when
-both are fed the same history, and the margin at which they do.
+where they first do. Also: how often float16 weights (and bfloat16 products, where the processor has
+them) choose another token than float32 when both are fed the same history, the margin at which they
+do, and the mean Kullback-Leibler divergence from float32's distribution.
 """
 
 from __future__ import annotations
@@ -43,12 +44,26 @@ def main() -> None:
 
     folder = resolve("smollm2")
     kernels = select("auto", setup.thread_count(0))
-    half = load_model(folder, dtype="float16", kernels=kernels)
-    full = load_model(folder, dtype="float32", kernels=kernels)
+    dtypes = ("float32", "float16", *(("bfloat16",) if has_bfloat16() else ()))
+    models = {name: load_model(folder, dtype=name, kernels=kernels) for name in dtypes}
     prompts = make_prompts(folder, arguments.prompts)
-    for name, model in (("float16", half), ("float32", full)):
+    for name, model in models.items():
         compare_company(name, model, prompts, arguments.tokens)
-    compare_weights(half, full, prompts, arguments.tokens)
+    full = models.pop("float32")
+    for name, model in models.items():
+        compare_weights(name, model, full, prompts, arguments.tokens)
+
+
+def has_bfloat16() -> bool:
+    from tailrace.errors import ConfigError
+    from tailrace.kernels.linear.bfloat16 import require_hardware
+
+    try:
+        require_hardware()
+    except ConfigError as error:
+        print(f"bfloat16 left out: {error}")
+        return False
+    return True
 
 
 def make_prompts(folder: Path, count: int) -> list[list[int]]:
@@ -83,21 +98,26 @@ def first_flip(a: list[TokenLogprobs], b: list[TokenLogprobs]) -> float | None:
     return None
 
 
-def compare_weights(half: CausalLM, full: CausalLM, prompts: list[list[int]], tokens: int) -> None:
-    flips, positions, worst = 0, 0, 0.0
+def compare_weights(
+    name: str, other: CausalLM, full: CausalLM, prompts: list[list[int]], tokens: int
+) -> None:
+    flips, positions, worst, divergence = 0, 0, 0.0, 0.0
     for prompt in prompts:
         output = generate(engine_of(full, 4096), [prompt], tokens)[0]
         history = prompt + [entry.token_id for entry in output]
-        exact, rounded = (logits_of(model, history) for model in (full, half))
+        exact, rounded = (logits_of(model, history) for model in (full, other))
         differs = exact.argmax(-1) != rounded.argmax(-1)
         top = exact.log_softmax(-1).topk(2, -1).values
         margins = (top[:, 0] - top[:, 1])[differs]
         flips += int(differs.sum())
         positions += len(history)
         worst = max(worst, float(margins.max()) if len(margins) else 0.0)
+        p, q = exact.double().log_softmax(-1), rounded.double().log_softmax(-1)
+        divergence += float((p.exp() * (p - q)).sum())
     print(
-        f"float16 against float32 weights, same history: {flips} of {positions} positions choose "
-        f"another token ({flips / positions:.3%}); largest margin among them {worst:.3f}"
+        f"{name} against float32, same history: {flips} of {positions} positions choose "
+        f"another token ({flips / positions:.3%}); largest margin among them {worst:.3f}; "
+        f"mean KL {divergence / positions:.2e}"
     )
 
 

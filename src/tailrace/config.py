@@ -36,7 +36,8 @@ class EngineConfig:
     load_format: str = setting("auto", "auto | dummy (random weights from config.json alone).")
     dtype: str = setting(
         "auto",
-        "Weights: auto | float32 | float16. On a CPU auto means float16, computed in float32.",
+        "Weights: auto | float32 | float16 | bfloat16. On a CPU auto means float16, computed in "
+        "float32; bfloat16 rounds activations as well, and needs AVX512-BF16 or AMX.",
     )
     kv_cache_dtype: str = setting("auto", "auto | float32. On a CPU auto means float32.")
     quant_type: str = setting("none", "Weight format: none (AWQ and FP8 are not served yet).")
@@ -66,7 +67,7 @@ class EngineConfig:
             ConfigError: A value is out of range, or names what is not available.
         """
         _one_of("load-format", self.load_format, ("auto", "dummy"))
-        _one_of("dtype", self.dtype, ("auto", "float32", "float16"))
+        _one_of("dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
         _one_of("cpu-kernels", self.cpu_kernels, ("auto", "native", "torch"))
         _one_of("block-size", self.block_size, BLOCK_SIZES)
         if self.quant_type != "none":

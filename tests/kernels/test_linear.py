@@ -4,7 +4,19 @@ import pytest
 import torch
 
 from tailrace.errors import ConfigError
+from tailrace.kernels.linear.bfloat16 import require_hardware
 from tests.kernels.compare import assert_close
+
+
+def has_bfloat16() -> bool:
+    try:
+        require_hardware()
+    except ConfigError:
+        return False
+    return True
+
+
+needs_bfloat16 = pytest.mark.skipif(not has_bfloat16(), reason="no AVX512-BF16 and no AMX here")
 
 SHAPES = [(1, 576, 960), (7, 33, 17), (64, 48, 5), (16, 1, 1)]  # rows, inputs, outputs
 
@@ -70,3 +82,33 @@ def test_a_row_alone_gives_the_bits_it_gives_beside_another(kernels, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_no_rows_are_no_error(kernels, dtype):
     assert kernels.pack_linear(torch.randn(6, 8), None, dtype)(torch.zeros(0, 8)).shape == (0, 6)
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_bfloat16_rounds_weight_input_and_result_and_nothing_else(kernels, shape, with_bias):
+    rows, inputs, outputs = shape
+    x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs) * inputs**-0.5
+    bias = torch.randn(outputs) if with_bias else None
+    exact = x.bfloat16().double() @ weight.bfloat16().double().t()
+    exact += 0 if bias is None else bias.bfloat16().double()
+    # The sum is float32; its rounding to bfloat16 is half a unit of 2**-8, relative.
+    bound = 2.0**-8 * exact.abs() + 1e-4
+    y = kernels.pack_linear(weight, bias, "bfloat16")(x)
+    assert y.dtype == torch.float32
+    assert bool(((y.double() - exact).abs() <= bound).all())
+
+
+@needs_bfloat16
+def test_bfloat16_takes_no_rows_and_counts_its_bytes(kernels):
+    packed = kernels.pack_linear(torch.randn(20, 30), torch.randn(20), "bfloat16")
+    assert packed(torch.zeros(0, 30)).shape == (0, 20)
+    assert packed.nbytes == 1240
+
+
+def test_bfloat16_without_hardware_is_refused_with_the_remedy(kernels, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    with pytest.raises(ConfigError, match="neither AVX512-BF16 nor AMX.*--dtype auto"):
+        kernels.pack_linear(torch.randn(4, 4), None, "bfloat16")

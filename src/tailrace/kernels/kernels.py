@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tailrace.kernels.attention_batch import AttentionBatch
     from tailrace.kernels.rotary import Rotary
 
-WeightDtype = Literal["float32", "float16"]
+WeightDtype = Literal["float32", "float16", "bfloat16"]
 
 
 class Linear(Protocol):
@@ -90,6 +90,6 @@ class Kernels(Protocol):
         """Pack a weight once, at load.
 
         Raises:
-            ConfigError: The weight does not fit float16's range.
+            ConfigError: The weight does not fit float16's range, or bfloat16 has no hardware.
         """
         ...

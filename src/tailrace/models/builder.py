@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tailrace.models.layers import DecoderLayer
 
 _FLOAT16_MAX = 65504.0
-_DTYPES = {"float32": torch.float32, "float16": torch.float16}
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class TensorSource(Protocol):
@@ -49,7 +49,9 @@ class Builder:
         config: Gives every shape.
         source: Gives every tensor.
         kernels: Pack and run the linear layers.
-        dtype: "float32" or "float16", of the matrices as held; norms and biases stay float32.
+        dtype: Of the matrices as held; norms and biases stay float32. With "bfloat16" the head is
+            float16: it sees sampled rows only, so that speed costs nothing there, and logits
+            rounded to 8 bits would tie.
     """
 
     config: ModelConfig
@@ -78,7 +80,7 @@ class Builder:
         bias_O = (
             self._stacked([(f"{name}.bias", (size,)) for name, size in sizes]) if bias else None
         )
-        return self._packed(names[0], weight_OI, bias_O)
+        return self._packed(names[0], weight_OI, bias_O, self.dtype)
 
     def attention(self, at: str, rotary: Rotary) -> Attention:
         """Build the attention whose tensors' names start with `at`."""
@@ -122,13 +124,19 @@ class Builder:
         embedding_VH = self._copied(embedding, shape, _DTYPES[self.dtype])
         if self.config.tie_word_embeddings:
             # In float32 nothing is copied here: one storage serves both.
-            return embedding_VH, self._packed(embedding, embedding_VH.to(torch.float32), None)
+            return embedding_VH, self._head(embedding, embedding_VH.to(torch.float32))
         head_VH = self._copied(head, shape, torch.float32)
-        return embedding_VH, self._packed(head, head_VH, None)
+        return embedding_VH, self._head(head, head_VH)
 
-    def _packed(self, name: str, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+    def _head(self, name: str, weight_VH: Tensor) -> Linear:
+        dtype: WeightDtype = "float16" if self.dtype == "bfloat16" else self.dtype
+        return self._packed(name, weight_VH, None, dtype)
+
+    def _packed(
+        self, name: str, weight_OI: Tensor, bias_O: Tensor | None, dtype: WeightDtype
+    ) -> Linear:
         try:
-            return self.kernels.pack_linear(weight_OI, bias_O, self.dtype)
+            return self.kernels.pack_linear(weight_OI, bias_O, dtype)
         except ConfigError as error:
             raise ModelError(f"tensor {name} (or one that is stacked with it): {error}") from error
 

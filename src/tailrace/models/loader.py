@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from tailrace.kernels.kernels import Kernels, WeightDtype
     from tailrace.models.causal_lm import CausalLM
 
-_DTYPES: dict[str, WeightDtype] = {"auto": "float16", "float32": "float32", "float16": "float16"}
+_DTYPES: dict[str, WeightDtype] = {
+    "auto": "float16",
+    "float32": "float32",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+}
 """On a CPU float16 weights are half the memory traffic; sums stay float32."""
 
 _IGNORED = (r".*\.rotary_emb\.inv_freq",)
@@ -30,7 +35,8 @@ def load_model(
 
     Args:
         folder: A Hugging Face folder; see `gguf.resolve` for other kinds of path.
-        dtype: Of the weights: auto, float32 or float16. Activations are float32 always.
+        dtype: Of the weights: auto, float32, float16 or bfloat16. Activations are float32, but
+            where bfloat16 matrices take them.
         kernels: Run the model, and pack its weights to their liking.
         load_format: "auto" reads safetensors; "dummy" needs config.json alone.
         seed: Of dummy weights.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tailrace.kernels.linear.bfloat16 import Bfloat16Linear
 from tailrace.kernels.linear.fbgemm import Float16Linear
 from tailrace.kernels.linear.mkldnn import PackedFloat32Linear
 from tailrace.kernels.linear.reference import Float32Linear
@@ -17,13 +18,15 @@ if TYPE_CHECKING:
 
 
 def pack_linear(weight_OI: Tensor, bias_O: Tensor | None, dtype: WeightDtype) -> Linear:
-    """Pack a weight for the machine; float16 rounds it to half precision.
+    """Pack a weight for the machine; float16 and bfloat16 round it.
 
     Raises:
-        ConfigError: The weight does not fit float16's range.
+        ConfigError: The weight does not fit float16's range, or the processor has no bfloat16.
     """
     if dtype == "float16":
         return Float16Linear(weight_OI, bias_O)
+    if dtype == "bfloat16":
+        return Bfloat16Linear(weight_OI, bias_O)
     if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call] # torch's own gap
         return PackedFloat32Linear(weight_OI, bias_O)
     return Float32Linear(weight_OI, bias_O)
