@@ -83,8 +83,16 @@ def test_health_before_the_first_report(app):
     }
 
 
+def test_health_knows_the_pool_before_the_first_report(app):
+    app.engine.report = None
+    ready = app.engine.ready
+    kv_cache = app.get("/health").json()["kv_cache"]
+    assert kv_cache["total_tokens"] == ready.total_blocks * ready.block_size > 0
+    assert (kv_cache["usage"], kv_cache["used_tokens"]) == (0.0, 0)
+
+
 def test_health_shows_load_rates_and_kv(app):
-    app.engine.report = report()
+    app.engine.report = report(total_blocks=64, free_blocks=48)
     app.engine.restarts_total = 2
     app.services.rates.add(report())
     app.services.rates.add(report(time_s=3.0, busy_s_total=1.0, generation_tokens_total=90))
@@ -97,7 +105,7 @@ def test_health_shows_load_rates_and_kv(app):
         "running_requests": 3,
         "pending_requests": 2,
         "engine_restarts": 2,
-        "kv_cache": {"usage": 0.25, "total_tokens": 1600, "used_tokens": 400},
+        "kv_cache": {"usage": 0.25, "total_tokens": 1024, "used_tokens": 256},
     }
 
 

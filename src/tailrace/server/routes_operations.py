@@ -10,6 +10,7 @@ from tailrace.server.engine_client import EngineState
 if TYPE_CHECKING:
     from tailrace.server.http import Handler, Request
     from tailrace.server.services import Services
+    from tailrace.types import EngineReady, EngineStats
 
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -80,11 +81,13 @@ def _describe(services: Services, status: str) -> dict[str, Any]:
         "pending_requests": stats.waiting_requests if stats else 0,
         "engine_restarts": services.engine.restarts_total,
     }
-    if stats is not None:
-        used = stats.total_blocks - stats.free_blocks
-        described["kv_cache"] = {
-            "usage": used / stats.total_blocks,
-            "total_tokens": stats.total_blocks * stats.block_size,
-            "used_tokens": used * stats.block_size,
-        }
+    if ready_message is not None:
+        described["kv_cache"] = _kv_cache(ready_message, stats)
     return described
+
+
+def _kv_cache(ready_message: EngineReady, stats: EngineStats | None) -> dict[str, Any]:
+    """Describe the pool; an engine that is ready and has reported nothing yet holds nothing."""
+    total, size = ready_message.total_blocks, ready_message.block_size
+    used = total - stats.free_blocks if stats else 0
+    return {"usage": used / total, "total_tokens": total * size, "used_tokens": used * size}
