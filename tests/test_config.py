@@ -40,7 +40,7 @@ def test_an_unknown_setting_is_named_with_the_nearest_known_one(tmp_path, source
         ("port", "x", "port"),
         ("max_batch_size", 0, "at least 1"),
         ("quant_type", "awq", "not served yet"),
-        ("gpus", "0,1", "not in this version"),
+        ("gpus", "0,1", "several GPUs is not in this version"),
         ("kv_cache_dtype", "fp8", "float32"),
         ("context_length", -1, "at least 0"),
         ("max_num_batched_tokens", 3, "--max-num-batched-tokens 3 is below --max-batch-size"),

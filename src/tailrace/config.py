@@ -37,9 +37,12 @@ class EngineConfig:
     dtype: str = setting(
         "auto",
         "Weights: auto | float32 | float16 | bfloat16. On a CPU auto means float16, computed in "
-        "float32; bfloat16 rounds activations as well, and needs AVX512-BF16 or AMX.",
+        "float32; bfloat16 rounds activations as well, and needs AVX512-BF16 or AMX. On a GPU auto "
+        "means bfloat16.",
     )
-    kv_cache_dtype: str = setting("auto", "auto | float32. On a CPU auto means float32.")
+    kv_cache_dtype: str = setting(
+        "auto", "auto: float32 on a CPU, the weights' dtype on a GPU."
+    )
     quant_type: str = setting("none", "Weight format: none (AWQ and FP8 are not served yet).")
     gpus: tuple[int, ...] = setting((), "Device indices; empty serves on the CPU.")
     context_length: int = setting(0, "Most tokens of one sequence; 0 takes the model's own.")
@@ -51,7 +54,10 @@ class EngineConfig:
     kv_cache_tokens: int = setting(
         0, "KV pool in tokens; 0 sizes it from the memory at hand (`kv_cache_gib`)."
     )
-    kv_cache_gib: float = setting(2.0, "KV pool in GiB, where kv-cache-tokens is 0.")
+    kv_cache_gib: float = setting(2.0, "KV pool in GiB on a CPU, where kv-cache-tokens is 0.")
+    gpu_memory_utilization: float = setting(
+        0.9, "Share of the GPU's memory for weights, KV and all else of this process."
+    )
     prefix_cache: bool = setting(True, "Share the KV of equal prompt prefixes between requests.")
     cpu_kernels: str = setting(
         "auto", "auto | native (compiled C, an error where no compiler is) | torch."
@@ -75,15 +81,11 @@ class EngineConfig:
                 f"--quant-type {self.quant_type}: only 'none' is available in this version; "
                 "AWQ and FP8 weights are not served yet"
             )
-        if self.gpus:
+        self._check_device()
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
-                f"--gpus {','.join(map(str, self.gpus))}: the GPU engine is not in this version; "
-                "leave --gpus out to serve on the CPU"
-            )
-        if self.kv_cache_dtype not in ("auto", "float32"):
-            raise ConfigError(
-                f"--kv-cache-dtype {self.kv_cache_dtype}: the CPU engine keeps KV in float32; "
-                "use auto or float32"
+                f"--gpu-memory-utilization {self.gpu_memory_utilization}: must be above 0 and at "
+                "most 1"
             )
         _at_least("max-batch-size", self.max_batch_size, 1)
         _at_least("max-num-batched-tokens", self.max_num_batched_tokens, 0)
@@ -95,6 +97,29 @@ class EngineConfig:
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is below "
                 f"--max-batch-size {self.max_batch_size}: every running request needs a token a "
                 "step; raise the former or lower the latter"
+            )
+
+
+    def _check_device(self) -> None:
+        if len(self.gpus) > 1:
+            raise ConfigError(
+                f"--gpus {','.join(map(str, self.gpus))}: one model over several GPUs is not in "
+                "this version; name one"
+            )
+        if self.gpus and self.dtype == "float32":
+            raise ConfigError("--dtype float32: the GPU engine computes in bfloat16 or float16")
+        if self.kv_cache_dtype == "auto":
+            return
+        if not self.gpus and self.kv_cache_dtype != "float32":
+            raise ConfigError(
+                f"--kv-cache-dtype {self.kv_cache_dtype}: the CPU engine keeps KV in float32; "
+                "use auto or float32"
+            )
+        weights = "bfloat16" if self.dtype == "auto" else self.dtype
+        if self.gpus and self.kv_cache_dtype != weights:
+            raise ConfigError(
+                f"--kv-cache-dtype {self.kv_cache_dtype}: the GPU engine keeps KV in the weights' "
+                f"dtype, {weights}; use auto"
             )
 
 

@@ -11,7 +11,7 @@ foresee has one row computed in vain.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from tailrace.clock import Clock
     from tailrace.engine.block_manager import BlockManager
-    from tailrace.engine.runner import PreparedStep, StepResult
+    from tailrace.engine.runner import StepResult
     from tailrace.engine.scheduler import Chunk, Scheduler, Step
     from tailrace.types import EngineRequest, TokenLogprobs
 
@@ -32,22 +32,30 @@ if TYPE_CHECKING:
 log = structlog.get_logger("tailrace.engine")
 
 
+class Executed(Protocol):
+    """A step that ran, or will have."""
+
+    def wait(self) -> StepResult:
+        """Return what it brought, once it has."""
+        ...
+
+
 class StepRunner(Protocol):
     """What the engine needs of a runner."""
 
-    def prepare(self, step: Step, blocks: BlockManager) -> PreparedStep:
+    def prepare(self, step: Step, blocks: BlockManager) -> Any:
         """Turn a step into the runner's input, without waiting for a result."""
         ...
 
-    def execute(self, prepared: PreparedStep) -> StepResult:
-        """Run the step."""
+    def execute(self, prepared: Any) -> Executed:
+        """Run the step, or queue it on the device."""
         ...
 
 
 @dataclass
 class _InFlight:
     step: Step
-    result: Future[StepResult]
+    result: Future[Executed]
     issued_s: float
 
 
@@ -79,7 +87,7 @@ class Engine:
         scheduler: Scheduler,
         runner: StepRunner,
         *,
-        submit: Callable[..., Future[StepResult]],
+        submit: Callable[..., Future[Executed]],
         clock: Clock,
         context_length: int,
         vocab_size: int,
@@ -176,7 +184,7 @@ class Engine:
     def _collect(self, in_flight: _InFlight) -> list[TokenOutput]:
         """Wait for a step and commit it."""
         try:
-            result = in_flight.result.result()
+            result = in_flight.result.result().wait()
         except Exception as error:  # noqa: BLE001 -- whatever it was, only this step's requests fail
             return self._fail_step(in_flight.step, error)
         now = self._clock()

@@ -85,6 +85,10 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """By index of the chunk."""
 
+    def wait(self) -> StepResult:
+        """Return this: on a CPU, a step that was executed is done."""
+        return self
+
 
 class Runner:
     """Owns the model, the KV caches and the sampler.
@@ -123,7 +127,7 @@ class Runner:
             prompt_rows=[
                 rows
                 for index, chunk in enumerate(chunks)
-                if (rows := _prompt_rows(index, chunk, int(starts[index]))) is not None
+                if (rows := prompt_rows(index, chunk, int(starts[index]))) is not None
             ],
             admissions=[Admission.of(sequence) for sequence in step.admitted],
         )
@@ -140,7 +144,8 @@ class Runner:
             token_ids[prepared.pending_rows] = self._last_tokens[prepared.pending_slots]
         hidden = self.model.forward(token_ids, prepared.batch, self.kv_caches)
         prompt_logprobs = {
-            rows.chunk_index: self._score_prompt(hidden, rows) for rows in prepared.prompt_rows
+            rows.chunk_index: score_prompt(self.model, self.sampler, hidden, rows)
+            for rows in prepared.prompt_rows
         }
         if not prepared.sample_slots:
             return StepResult([], [], prompt_logprobs=prompt_logprobs)
@@ -154,21 +159,23 @@ class Runner:
             prompt_logprobs=prompt_logprobs,
         )
 
-    def _score_prompt(self, hidden: torch.Tensor, rows: PromptRows) -> list[TokenLogprobs]:
-        """Log-probabilities of known next tokens, a slice at a time to bound the logits' size."""
-        scores: list[TokenLogprobs] = []
-        span = hidden[rows.rows]
-        for low in range(0, len(rows.targets), _SCORE_ROWS):
-            part = slice(low, low + _SCORE_ROWS)
-            logits = self.model.logits(span[part])
-            scores += self.sampler.prompt_logprobs(
-                logits, torch.tensor(rows.targets[part]), rows.top_n
-            )
-        return scores
-
 
 # Prompt rows whose logits exist at once: 64 x 152k floats are 39 MB.
 _SCORE_ROWS = 64
+
+
+def score_prompt(
+    model: CausalLM, sampler: Sampler, hidden: torch.Tensor, rows: PromptRows
+) -> list[TokenLogprobs]:
+    """Log-probabilities of known next tokens, a slice at a time to bound the logits' size."""
+    scores: list[TokenLogprobs] = []
+    span = hidden[rows.rows]
+    for low in range(0, len(rows.targets), _SCORE_ROWS):
+        part = slice(low, low + _SCORE_ROWS)
+        logits = model.logits(span[part]).float()
+        targets = torch.tensor(rows.targets[part], device=logits.device)
+        scores += sampler.prompt_logprobs(logits, targets, rows.top_n)
+    return scores
 
 
 def allocate_kv(
@@ -243,7 +250,7 @@ def _attention_batch(
     )
 
 
-def _prompt_rows(index: int, chunk: Chunk, first_row: int) -> PromptRows | None:
+def prompt_rows(index: int, chunk: Chunk, first_row: int) -> PromptRows | None:
     """Rows of a chunk that predict a prompt token, for sequences that asked and have none yet."""
     sequence = chunk.sequence
     top_n = sequence.sampling.prompt_logprobs

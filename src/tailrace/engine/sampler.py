@@ -215,6 +215,19 @@ class Sampler:
         logprobs = [None if row in errors else scores.get(row) for row in range(len(states))]
         return Sampled(token_ids, logprobs, errors)
 
+    def are_plain_greedy(self, slots: Sequence[int]) -> bool:
+        """Whether the likeliest id of each row's raw logits, and nothing more, is asked for."""
+        states = (self._state(slot) for slot in slots)
+        return all(
+            s.is_greedy and s.is_plain and s.params.logprobs is None and not s.defect
+            for s in states
+        )
+
+    def count_drawn(self, slots: Sequence[int]) -> None:
+        """Note that plain greedy rows were drawn by the runner."""
+        for slot in slots:
+            self._state(slot).position += 1
+
     @torch.inference_mode()
     def prompt_logprobs(
         self, logits: Tensor, target_ids: Tensor, top_n: int

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tailrace.clock import monotonic
 from tailrace.engine.block_manager import BlockManager
-from tailrace.engine.engine import Engine
+from tailrace.engine.engine import Engine, StepRunner
 from tailrace.engine.scheduler import Scheduler
 from tailrace.errors import ConfigError, EngineError
 from tailrace.types import EngineReady, EngineRequest, SamplingParams
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tailrace.config import EngineConfig
-    from tailrace.engine.runner import Runner
     from tailrace.models.causal_lm import CausalLM
 
 
@@ -29,7 +28,7 @@ class Loaded:
     """What `load` brings."""
 
     model: CausalLM
-    runner: Runner
+    runner: StepRunner
     blocks: BlockManager
     context_length: int
     device: str
@@ -76,6 +75,8 @@ def load(config: EngineConfig, folder: Path) -> Loaded:
         ConfigError: The KV pool cannot hold the context asked for.
         ModelError: The checkpoint cannot be served.
     """
+    if config.gpus:
+        return _load_on_gpu(config, folder)
     # torch comes with these, and is imported on this thread; see `pin_threads`.
     from tailrace.engine.runner import Runner, kv_bytes_per_token  # noqa: PLC0415
     from tailrace.engine.sampler import Sampler  # noqa: PLC0415
@@ -108,6 +109,20 @@ def load(config: EngineConfig, folder: Path) -> Loaded:
     )
 
 
+def _load_on_gpu(config: EngineConfig, folder: Path) -> Loaded:
+    # Triton is imported with these: a CPU build of torch has none.
+    from tailrace.engine.cuda_setup import load_runner  # noqa: PLC0415
+
+    runner, context, num_blocks, device = load_runner(config, folder, token_budget(config))
+    return Loaded(
+        model=runner.model,
+        runner=runner,
+        blocks=BlockManager(num_blocks, config.block_size, prefix_cache=config.prefix_cache),
+        context_length=context,
+        device=device,
+    )
+
+
 def size_kv(config: EngineConfig, max_position: int, bytes_per_token: int) -> tuple[int, int]:
     """Return (context length in tokens, KV blocks).
 
@@ -133,11 +148,13 @@ def size_kv(config: EngineConfig, max_position: int, bytes_per_token: int) -> tu
 # Against 512, prefill loses about 7 %, and the streams that share its steps wait a quarter of the
 # time for their next token. See docs/performance.md.
 _CPU_TOKEN_BUDGET = 128
+_GPU_TOKEN_BUDGET = 1024
 
 
 def token_budget(config: EngineConfig) -> int:
-    """Return the most tokens of a step: as set, or what suits a CPU."""
-    return config.max_num_batched_tokens or max(_CPU_TOKEN_BUDGET, config.max_batch_size)
+    """Return the most tokens of a step: as set, or what suits the device."""
+    usual = _GPU_TOKEN_BUDGET if config.gpus else _CPU_TOKEN_BUDGET
+    return config.max_num_batched_tokens or max(usual, config.max_batch_size)
 
 
 def make_engine(config: EngineConfig, loaded: Loaded, submit: Callable[..., Future[Any]]) -> Engine:
@@ -170,9 +187,11 @@ def warm_up(config: EngineConfig, loaded: Loaded, submit: Callable[..., Future[A
     started_s = time.monotonic()
     blocks = BlockManager(loaded.blocks.num_blocks, config.block_size, prefix_cache=False)
     engine = make_engine(config, replace(loaded, blocks=blocks), submit)
-    length = min(64, engine.context_length - 2)
-    for i in range(4):
-        ids = [(i + 7 * k) % engine.vocab_size for k in range(max(1, length))]
+    # On a GPU each length class has kernels of its own, compiled at their first use.
+    lengths = (64, 64, 1100, 3100) if config.gpus else (64,) * 4
+    for i, longest in enumerate(lengths):
+        length = max(1, min(longest, engine.context_length - 2))
+        ids = [(i + 7 * k) % engine.vocab_size for k in range(length)]
         sampling = SamplingParams(max_tokens=2, ignore_eos=True, temperature=float(i % 2))
         request = EngineRequest(
             request_id=f"warmup-{i}",

@@ -2,7 +2,7 @@
 
 Shape suffixes: T rows of the step, D model or head dimension, E = (Hq + 2 Hkv) * head_dim,
 F feed-forward width, I and O a linear layer's inputs and outputs, H heads. All activations are
-contiguous float32 on the CPU.
+contiguous; float32 on the CPU, half precision on a GPU, where the residual stays float32.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from tailrace.kernels.attention_batch import AttentionBatch
@@ -37,11 +38,16 @@ class Linear(Protocol):
 
 
 class Kernels(Protocol):
-    """One implementation of every operation; all of them agree within float32's noise."""
+    """One implementation of every operation; all of them agree within their precision's noise."""
 
     @property
     def name(self) -> str:
         """As a person would say it, such as "native (avx512, 2 threads)"."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors lie."""
         ...
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -84,6 +90,10 @@ class Kernels(Protocol):
 
     def silu_mul(self, gate_up_T2F: Tensor) -> Tensor:
         """Return silu(x[:, :F]) * x[:, F:], float32 [T, F]."""
+        ...
+
+    def head_dtype(self, dtype: WeightDtype) -> WeightDtype:
+        """Return how the head is held where the other matrices are held in `dtype`."""
         ...
 
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None, dtype: WeightDtype) -> Linear:

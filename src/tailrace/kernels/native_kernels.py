@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tailrace.kernels.linear.pack import pack_linear
+import torch
+
+from tailrace.kernels.linear.pack import head_dtype, pack_linear
 from tailrace.kernels.native.memory import batch_struct
 from tailrace.kernels.paged_attention.native import paged_attention
 from tailrace.kernels.rms_norm.native import rms_norm
@@ -30,6 +32,7 @@ class NativeKernels:
     def __init__(self, library: Library) -> None:
         plural = "" if library.threads == 1 else "s"
         self.name = f"native ({library.isa}, {library.threads} thread{plural})"
+        self.device = torch.device("cpu")
         self._library = library
         # A step's batch passes through every layer: it is checked and converted once.
         self._last_batch: tuple[AttentionBatch, BatchStruct] | None = None
@@ -91,6 +94,10 @@ class NativeKernels:
     def silu_mul(self, gate_up_T2F: Tensor) -> Tensor:
         """See `Kernels.silu_mul`."""
         return silu_mul(self._library, gate_up_T2F)
+
+    def head_dtype(self, dtype: WeightDtype) -> WeightDtype:
+        """See `Kernels.head_dtype`."""
+        return head_dtype(dtype)
 
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None, dtype: WeightDtype) -> Linear:
         """See `Kernels.pack_linear`."""

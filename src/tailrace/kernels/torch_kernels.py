@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tailrace.kernels.linear.pack import pack_linear
+import torch
+
+from tailrace.kernels.linear.pack import head_dtype, pack_linear
 from tailrace.kernels.paged_attention.reference import paged_attention
 from tailrace.kernels.rms_norm.reference import add_rms_norm, rms_norm
 from tailrace.kernels.rope_cache.reference import rope_and_cache
@@ -23,6 +25,7 @@ class TorchKernels:
 
     def __init__(self, name: str = "torch") -> None:
         self.name = name
+        self.device = torch.device("cpu")
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`."""
@@ -73,6 +76,10 @@ class TorchKernels:
     def silu_mul(self, gate_up_T2F: Tensor) -> Tensor:
         """See `Kernels.silu_mul`."""
         return silu_mul(gate_up_T2F)
+
+    def head_dtype(self, dtype: WeightDtype) -> WeightDtype:
+        """See `Kernels.head_dtype`."""
+        return head_dtype(dtype)
 
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None, dtype: WeightDtype) -> Linear:
         """See `Kernels.pack_linear`."""

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from tailrace.errors import ConfigError, ModelError
+from tailrace.kernels.rotary import Rotary
 from tailrace.models.layers import Attention, GatedMlp
+from tailrace.models.rope import rotary_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tailrace.kernels.kernels import Kernels, Linear, WeightDtype
-    from tailrace.kernels.rotary import Rotary
     from tailrace.models.config import ModelConfig
     from tailrace.models.layers import DecoderLayer
 
@@ -49,9 +50,7 @@ class Builder:
         config: Gives every shape.
         source: Gives every tensor.
         kernels: Pack and run the linear layers.
-        dtype: Of the matrices as held; norms and biases stay float32. With "bfloat16" the head is
-            float16: it sees sampled rows only, so that speed costs nothing there, and logits
-            rounded to 8 bits would tie.
+        dtype: Of the matrices as held; norms and biases stay float32.
     """
 
     config: ModelConfig
@@ -68,6 +67,12 @@ class Builder:
         places = [f"model.layers.{index}" for index in range(self.config.num_layers)]
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             return list(pool.map(build, places))
+
+    def rotary(self) -> Rotary:
+        """Return the rotary tables, on the device."""
+        rotary = rotary_of(self.config)
+        device = self.kernels.device
+        return Rotary(cos_PD=rotary.cos_PD.to(device), sin_PD=rotary.sin_PD.to(device))
 
     def norm(self, name: str, size: int) -> Tensor:
         """Return a norm's weight, float32 [size]."""
@@ -129,8 +134,7 @@ class Builder:
         return embedding_VH, self._head(head, head_VH)
 
     def _head(self, name: str, weight_VH: Tensor) -> Linear:
-        dtype: WeightDtype = "float16" if self.dtype == "bfloat16" else self.dtype
-        return self._packed(name, weight_VH, None, dtype)
+        return self._packed(name, weight_VH, None, self.kernels.head_dtype(self.dtype))
 
     def _packed(
         self, name: str, weight_OI: Tensor, bias_O: Tensor | None, dtype: WeightDtype
@@ -145,7 +149,9 @@ class Builder:
         # All shapes are checked before memory is asked for: a config can claim anything.
         tensors = [self.source.take(name, shape) for name, shape in parts]
         rows = [tensor.shape[0] for tensor in tensors]
-        stacked = torch.empty(sum(rows), *tensors[0].shape[1:])
+        # Dummy weights are made on the device, files are read on the host.
+        device = tensors[0].device
+        stacked = torch.empty(sum(rows), *tensors[0].shape[1:], device=device)
         for tensor, place in zip(tensors, torch.split(stacked, rows), strict=True):
             place.copy_(tensor)
         return stacked
@@ -159,4 +165,4 @@ class Builder:
                 f"tensor {name} holds values beyond {_FLOAT16_MAX:.0f}, float16's limit; "
                 "use --dtype float32"
             )
-        return tensor.to(dtype, copy=True)
+        return tensor.to(self.kernels.device, dtype, copy=True)

@@ -94,22 +94,24 @@ class Checkpoint:
 class RandomTensors:
     """Seeded random weights in place of a checkpoint's: for speed tests without a download.
 
-    A tensor depends on the seed and its name only. Matrices get a standard deviation of
-    1/sqrt(inputs), which keeps activations near one through any depth; vectors are norms' ones
-    or biases' zeros.
+    A tensor depends on the seed, its name and the kind of device only. Matrices get a standard
+    deviation of 1/sqrt(inputs), which keeps activations near one through any depth; vectors are
+    norms' ones or biases' zeros.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, device: torch.device | None = None) -> None:
         self.seed = seed
+        self.device = device or torch.device("cpu")
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return float32 of `shape`."""
         if len(shape) == 1:
-            return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
+            fill = torch.zeros if name.endswith(".bias") else torch.ones
+            return fill(shape, device=self.device)
         name_number = int.from_bytes(name.encode(), "big") % (2**61 - 1)  # stable, unlike hash()
-        generator = torch.Generator().manual_seed(self.seed ^ name_number)
-        weights: Tensor = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
-        return weights
+        generator = torch.Generator(self.device).manual_seed(self.seed ^ name_number)
+        weights: Tensor = torch.randn(shape, generator=generator, device=self.device)
+        return weights.mul_(shape[-1] ** -0.5)
 
     def finish(self, ignored: Iterable[str] = ()) -> None:
         """Nothing can be left over."""

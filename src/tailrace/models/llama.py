@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tailrace.models.layers import Decoder, DecoderLayer
-from tailrace.models.rope import rotary_of
 
 if TYPE_CHECKING:
     from tailrace.kernels.rotary import Rotary
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 def build(builder: Builder) -> Decoder:
     """Put the model together."""
     config = builder.config
-    rotary = rotary_of(config)
+    rotary = builder.rotary()
     embedding, head = builder.embedding_and_head("model.embed_tokens.weight", "lm_head.weight")
     return Decoder(
         config=config,

@@ -13,6 +13,8 @@ from tailrace.models.registry import builder_of
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
+
     from tailrace.kernels.kernels import Kernels, WeightDtype
     from tailrace.models.causal_lm import CausalLM
 
@@ -47,16 +49,16 @@ def load_model(
     if dtype not in _DTYPES:
         raise ModelError(f"dtype {dtype!r} must be one of {', '.join(_DTYPES)}")
     config = load_config(folder)
-    source = _source(folder, load_format, seed)
+    source = _source(folder, load_format, seed, kernels.device)
     model = builder_of(config.architecture)(Builder(config, source, kernels, _DTYPES[dtype]))
     # A tied checkpoint may carry the head as well; transformers ignores it there, too.
     source.finish((*_IGNORED, r"lm_head\.weight") if config.tie_word_embeddings else _IGNORED)
     return model
 
 
-def _source(folder: Path, load_format: str, seed: int) -> TensorSource:
+def _source(folder: Path, load_format: str, seed: int, device: torch.device) -> TensorSource:
     if load_format == "dummy":
-        return RandomTensors(seed)
+        return RandomTensors(seed, device)
     if load_format == "auto":
         return Checkpoint(folder)
     raise ModelError(f"load format {load_format!r} must be auto or dummy")

@@ -30,3 +30,11 @@ def pack_linear(weight_OI: Tensor, bias_O: Tensor | None, dtype: WeightDtype) ->
     if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call] # torch's own gap
         return PackedFloat32Linear(weight_OI, bias_O)
     return Float32Linear(weight_OI, bias_O)
+
+
+def head_dtype(dtype: WeightDtype) -> WeightDtype:
+    """Return float16 for bfloat16: logits rounded to 8 bits would tie, and the head is cheap.
+
+    It sees the sampled rows only, so that its speed hardly counts.
+    """
+    return "float16" if dtype == "bfloat16" else dtype

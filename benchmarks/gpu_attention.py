@@ -1,0 +1,283 @@
+"""The attention kernels alone on a GPU: KV layouts, tile shapes, and what they reach of the ceilings.
+
+    python benchmarks/gpu_attention.py --out DIR
+
+First every combination is compared with attention in float64 on a small case with NaN in unused
+slots; one that differs is not timed. Then, for one layer of Qwen2.5-7B (28 query heads, 4 KV heads,
+128 dimensions, bfloat16): decode at batch 1, 50 and 128, and prefill of whole prompts and of a
+chunk over a prefix, over tokens per unit (8 to 64), head-major ([unit, head, token]) against
+token-major ([unit, token, head]) and the candidates of tile shape. Blocks are dealt at random, as
+after hours of service. Times are medians of CUDA events, caches flushed between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tailrace.kernels.paged_attention.device_batch import cut_tiles
+from tailrace.kernels.paged_attention.triton_decode import DecodeScratch, DecodeShape, decode
+from tailrace.kernels.paged_attention.triton_prefill import Shape, prefill
+
+HEADS, KV_HEADS, DIM = 28, 4, 128
+SCALE = DIM**-0.5
+UNITS = (8, 16, 32, 64)
+PREFILLS = (
+    Shape(64, 64, 4, 3),
+    Shape(64, 128, 4, 2),
+    Shape(128, 64, 8, 3),
+    Shape(128, 64, 8, 2),
+    Shape(128, 128, 8, 2),
+)
+DECODES = tuple(
+    DecodeShape(split, block, warps, stages)
+    for split, block, warps, stages in (
+        (256, 64, 4, 3),
+        (512, 64, 4, 2),
+        (512, 64, 4, 3),
+        (512, 64, 4, 4),
+        (512, 128, 8, 3),
+        (512, 128, 4, 3),
+        (512, 32, 2, 4),
+        (512, 32, 4, 4),
+        (1024, 64, 4, 3),
+    )
+)
+DECODE_CASES = {"b1 x 4500": (1, 4500), "b50 x 500": (50, 500), "b128 x 4500": (128, 4500)}
+# Chunks of (rows, keys).
+PREFILL_CASES = {
+    "8 x 512": [(512, 512)] * 8,
+    "4 x 1024": [(1024, 1024)] * 4,
+    "2 x 2048": [(2048, 2048)] * 2,
+    "1 x 4096": [(4096, 4096)],
+    "1024 over 3072": [(1024, 4096)],
+    "256 over 4096": [(256, 4352)],
+}
+
+
+@dataclass
+class Case:
+    """Chunks over a cache in one layout."""
+
+    chunks: list[tuple[int, int]]
+    unit: int
+    head_major: bool
+
+    def __post_init__(self) -> None:
+        kv_lens = [keys for _, keys in self.chunks]
+        widths = [-(-keys // self.unit) for keys in kv_lens]
+        blocks = sum(widths) + 1
+        order = torch.randperm(blocks, device="cuda", dtype=torch.int32)
+        self.tables = torch.zeros(len(kv_lens), max(widths), dtype=torch.int32, device="cuda")
+        used = 0
+        for row, width in enumerate(widths):
+            self.tables[row, :width] = order[used : used + width]
+            used += width
+        shape = (blocks, KV_HEADS, self.unit, DIM)
+        axes = (0, 1, 2, 3)
+        if not self.head_major:
+            shape, axes = (blocks, self.unit, KV_HEADS, DIM), (0, 2, 1, 3)
+        self.keys = torch.randn(shape, dtype=torch.bfloat16, device="cuda").permute(axes)
+        self.values = torch.randn(shape, dtype=torch.bfloat16, device="cuda").permute(axes)
+        rows = sum(rows for rows, _ in self.chunks)
+        self.q = torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
+        self.out = torch.empty_like(self.q)
+        starts = [0, *itertools.accumulate(rows for rows, _ in self.chunks)]
+        self.starts = torch.tensor(starts, dtype=torch.int32, device="cuda")
+        self.kv_lens = torch.tensor(kv_lens, dtype=torch.int32, device="cuda")
+
+    def decode(self, shape: DecodeShape, scratch: DecodeScratch) -> None:
+        decode(
+            self.q, self.keys.transpose(2, 3), self.values, self.out, kv_lens=self.kv_lens,
+            block_tables=self.tables, scale=SCALE, shape=shape, scratch=scratch,
+        )  # fmt: skip
+
+    def scratch(self, shape: DecodeShape) -> DecodeScratch:
+        longest = int(self.kv_lens.max())
+        return DecodeScratch.allocate(len(self.chunks), HEADS, DIM, longest, shape.split, "cuda")
+
+    def prefill(self, shape: Shape, tiles: torch.Tensor) -> None:
+        prefill(
+            self.q, self.keys.transpose(2, 3), self.values, self.out, tiles=tiles,
+            query_starts=self.starts, kv_lens=self.kv_lens, block_tables=self.tables, scale=SCALE,
+            shape=shape,
+        )  # fmt: skip
+
+    def tiles(self, shape: Shape) -> torch.Tensor:
+        rows = self.starts.diff().cpu().numpy()
+        lens = self.kv_lens.cpu().numpy()
+        return torch.from_numpy(
+            cut_tiles(rows, lens, first_sequence=0, block_m=shape.block_m)
+        ).cuda()
+
+    def poison(self) -> None:
+        """NaN wherever no token has been written."""
+        is_written = torch.zeros(self.keys.shape[0], self.unit, dtype=torch.bool, device="cuda")
+        for row, (_, keys) in enumerate(self.chunks):
+            positions = torch.arange(keys, device="cuda")
+            is_written[self.tables[row, positions // self.unit].long(), positions % self.unit] = 1
+        hole = ~is_written[:, None, :, None]
+        self.keys.masked_fill_(hole, float("nan"))
+        self.values.masked_fill_(hole, float("nan"))
+        self.out.fill_(float("nan"))
+
+    def error(self) -> float:
+        """Return |out - truth| / |truth| in float64."""
+        truth = torch.empty_like(self.out, dtype=torch.float64)
+        for row, (rows, keys) in enumerate(self.chunks):
+            units = self.tables[row, : -(-keys // self.unit)].long()
+            k, v = (
+                cache[units].transpose(1, 2).reshape(-1, KV_HEADS, DIM)[:keys].double()
+                for cache in (self.keys, self.values)
+            )
+            k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+            part = slice(int(self.starts[row]), int(self.starts[row + 1]))
+            scores = torch.einsum("qhd,khd->hqk", self.q[part].double(), k) * SCALE
+            hidden = torch.ones(rows, keys, dtype=torch.bool, device="cuda").triu(keys - rows + 1)
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            truth[part] = torch.einsum("hqk,khd->qhd", weights, v)
+        return float((self.out.double() - truth).norm() / truth.norm())
+
+
+FLUSH: list[torch.Tensor] = []
+
+
+def time_ms(work, repeats: int = 15) -> float:  # noqa: ANN001
+    """Return the median time of one call with a cold L2."""
+    if not FLUSH:
+        FLUSH.append(torch.empty(256 << 20, dtype=torch.uint8, device="cuda"))
+    for _ in range(3):
+        work()
+    times = []
+    for _ in range(repeats):
+        FLUSH[0].zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times)[repeats // 2]
+
+
+def check(unit: int, head_major: bool) -> list[str]:
+    """Return what differs from the truth."""
+    wrong = []
+    chunks = [(1, n) for n in (1, 7, 63, 64, 65, 511, 512, 513, 1030, 2047)]
+    for shape in DECODES:
+        case = Case(chunks, unit, head_major)
+        case.poison()
+        case.decode(shape, case.scratch(shape))
+        if not (error := case.error()) < 1e-2:
+            wrong.append(f"decode {shape} unit {unit}: {error}")
+    for shape in PREFILLS:
+        case = Case([(5, 5), (64, 64), (1, 300), (129, 400), (257, 257), (300, 1333)], unit, True)
+        case.poison()
+        case.prefill(shape, case.tiles(shape))
+        if not (error := case.error()) < 1e-2:
+            wrong.append(f"prefill {shape} unit {unit}: {error}")
+    return wrong
+
+
+def decode_rows(unit: int, head_major: bool) -> list[dict]:
+    rows = []
+    for name, (batch, keys) in DECODE_CASES.items():
+        case = Case([(1, keys)] * batch, unit, head_major)
+        bytes_read = batch * keys * KV_HEADS * DIM * 2 * 2
+        for shape in DECODES:
+            scratch = case.scratch(shape)
+            ms = time_ms(
+                lambda case=case, shape=shape, scratch=scratch: case.decode(shape, scratch)
+            )
+            rows.append(row(name, unit, head_major, shape, ms, bytes_read / ms / 1e9, "TB/s"))
+    return rows
+
+
+def prefill_rows(unit: int, head_major: bool) -> list[dict]:
+    rows = []
+    for name, chunks in PREFILL_CASES.items():
+        case = Case(chunks, unit, head_major)
+        pairs = sum(r * k - r * (r - 1) / 2 for r, k in chunks)
+        for shape in PREFILLS:
+            tiles = case.tiles(shape)
+            ms = time_ms(lambda case=case, shape=shape, tiles=tiles: case.prefill(shape, tiles))
+            rate = 4 * DIM * HEADS * pairs / ms / 1e9
+            rows.append(row(name, unit, head_major, shape, ms, rate, "TFLOP/s"))
+    return rows
+
+
+def row(name, unit, head_major, shape, ms, rate, what) -> dict:  # noqa: ANN001
+    layout = "head" if head_major else "token"
+    return {
+        "case": name,
+        "unit": unit,
+        "layout": layout,
+        "shape": vars(shape),
+        "ms": ms,
+        what: rate,
+    }
+
+
+def sdpa_rows() -> list[dict]:
+    """What torch's own attention reaches on contiguous memory: no paging, whole prompts."""
+    rows = []
+    for name, chunks in list(PREFILL_CASES.items())[:4]:
+        batch, length = len(chunks), chunks[0][0]
+        q = torch.randn(batch, HEADS, length, DIM, dtype=torch.bfloat16, device="cuda")
+        k, v = (
+            torch.randn(batch, KV_HEADS, length, DIM, dtype=torch.bfloat16, device="cuda")
+            for _ in range(2)
+        )
+
+        def work(q=q, k=k, v=v) -> None:  # noqa: ANN001
+            torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=True
+            )
+
+        ms = time_ms(work)
+        pairs = sum(r * k - r * (r - 1) / 2 for r, k in chunks)
+        rows.append({"case": name, "ms": ms, "TFLOP/s": 4 * DIM * HEADS * pairs / ms / 1e9})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path())
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    wrong = [w for unit in UNITS for major in (True, False) for w in check(unit, major)]
+    print(f"correctness: {len(wrong)} wrong", *wrong[:20], sep="\n", flush=True)
+    if wrong:
+        raise SystemExit(1)
+    found: list[dict] = []
+    for unit, head_major in itertools.product(UNITS, (True, False)):
+        found += decode_rows(unit, head_major)
+        if head_major or unit == UNITS[1]:
+            found += prefill_rows(unit, head_major)
+    sdpa = sdpa_rows()
+    (arguments.out / "gpu_attention.json").write_text(json.dumps({"own": found, "sdpa": sdpa}))
+    print(torch.cuda.get_device_name(), torch.__version__)
+    for name in (*DECODE_CASES, *PREFILL_CASES):
+        print_case(name, [r for r in found if r["case"] == name])
+    for entry in sdpa:
+        print(f"SDPA {entry['case']:<16} {entry['ms']:.3f} ms {entry['TFLOP/s']:.0f} TFLOP/s")
+
+
+def print_case(name: str, rows: list[dict]) -> None:
+    rate = "TB/s" if "TB/s" in rows[0] else "TFLOP/s"
+    print(f"\n{name}: best shape for each layout")
+    for (unit, layout), group in itertools.groupby(rows, lambda r: (r["unit"], r["layout"])):
+        best = max(group, key=lambda r: r[rate])
+        shape = "/".join(map(str, best["shape"].values()))
+        print(
+            f"  unit {unit:>2} {layout:<5}-major {best['ms']:.4f} ms {best[rate]:7.2f} {rate}  {shape}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""The GPU engine alone: right first, then prefill and decode rates beside their floors.
+
+    python benchmarks/gpu_engine.py --out DIR [--skip-check] [--profile]
+
+Check: a tiny random checkpoint of each family, several prompts batched, chunked and out of CUDA
+graphs; every token chosen must be, by transformers in float32 on the same history, the best or
+within the noise that bfloat16 itself makes there (four times transformers' own largest bfloat16
+error). Only then Qwen2.5-7B's shape with dummy weights is timed. Floors: 13.05 GFLOP a token over
+604 to 663 TFLOP/s, 14.1 GB of weights and 57,344 bytes of KV a token over 4.19 TB/s
+(docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tailrace.config import EngineConfig
+    from tailrace.engine.engine import Engine
+
+QWEN_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 151645,
+    "bos_token_id": 151643,
+}
+GFLOP_A_TOKEN, KV_BYTES, WEIGHT_BYTES, COPY = 13.05, 57344, 14.1e9, 4.19e12
+DECODES = ((1, 500), (1, 4500), (8, 4500), (32, 4500), (50, 500), (64, 4500), (128, 4500))
+BUDGETS = (512, 1024, 2048, 4096, 8192)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--skip-check", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    arguments = parser.parse_args()
+    with ThreadPoolExecutor(1) as runner:
+        if not arguments.skip_check:
+            for family in ("llama", "qwen2", "qwen3"):
+                check_family(family, runner)
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(QWEN_7B))
+            time_qwen(Path(folder), runner, arguments)
+
+
+def make(config: EngineConfig, folder: Path, runner: ThreadPoolExecutor) -> tuple[Engine, dict]:
+    from tailrace.engine import setup
+
+    begun = time.monotonic()
+    loaded = runner.submit(setup.load, config, folder).result()
+    load_s = time.monotonic() - begun
+    warmup_s = setup.warm_up(config, loaded, runner.submit)
+    print(f"load {load_s:.1f} s, warm-up {warmup_s:.1f} s; {loaded.device}", flush=True)
+    return setup.make_engine(config, loaded, runner.submit), {"loaded": loaded}
+
+
+def generate(engine: Engine, prompts: list[list[int]], tokens: int) -> dict[str, list[int]]:
+    from tailrace.types import EngineRequest, SamplingParams
+
+    sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    for index, prompt in enumerate(prompts):
+        engine.add(
+            EngineRequest(
+                request_id=str(index), token_ids=prompt, sampling=sampling, arrival_s=float(index)
+            )
+        )
+    found: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
+    while engine.has_work:
+        for output in engine.step():
+            if output.finish_reason == "error":
+                raise SystemExit(f"request {output.request_id}: {output.error}")
+            found[output.request_id] += output.token_ids
+    return found
+
+
+def check_family(family: str, runner: ThreadPoolExecutor) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tailrace.config import EngineConfig
+    from tests.support.tiny import make_tiny_checkpoint
+
+    folder = Path(tempfile.mkdtemp())
+    made = make_tiny_checkpoint(folder, family)
+    folder = made if isinstance(made, Path) else folder
+    config = EngineConfig(
+        model_path=str(folder), gpus=(0,), max_batch_size=8, max_num_batched_tokens=96,
+        kv_cache_tokens=8192, warmup=True,
+    )  # fmt: skip
+    engine, _ = make(config, folder, runner)
+    draw = random.Random(1)
+    prompts = [
+        [draw.randrange(256) for _ in range(n)] for n in (1, 5, 17, 64, 97, 130, 201, 300, 33, 80)
+    ]
+    found = generate(engine, prompts, 24)
+    exact, rounded = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().eval()
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    flips, worst, noise = 0, 0.0, 0.0
+    with torch.inference_mode():
+        for index, prompt in enumerate(prompts):
+            output = found[str(index)]
+            history = torch.tensor([prompt + output], device="cuda")
+            rows = slice(len(prompt) - 1, -1)
+            truth = exact(history).logits[0, rows].float()
+            noise = max(
+                noise, float((rounded(history).logits[0, rows].float() - truth).abs().max())
+            )
+            chosen = truth.gather(1, torch.tensor(output, device="cuda")[:, None])[:, 0]
+            behind = truth.amax(-1) - chosen
+            flips += int((behind > 0).sum())
+            worst = max(worst, float(behind.max()))
+    verdict = "ok" if worst <= 4 * noise else "WRONG"
+    print(
+        f"{family}: {flips} of {24 * len(prompts)} tokens are not float32's first choice, the "
+        f"furthest {worst:.4f} behind; transformers' bfloat16 noise {noise:.4f}: {verdict}",
+        flush=True,
+    )
+    if verdict != "ok":
+        raise SystemExit(1)
+
+
+def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Namespace) -> None:
+    import torch
+
+    from tailrace.config import EngineConfig
+    from tailrace.engine import setup
+
+    config = EngineConfig(
+        model_path=str(folder), load_format="dummy", gpus=(0,), max_batch_size=128,
+        context_length=8192, max_num_batched_tokens=8192, prefix_cache=False,
+    )  # fmt: skip
+    engine, kept = make(config, folder, runner)
+    rows = []
+    for budget in BUDGETS:
+        engine = setup.make_engine(
+            replace(config, max_num_batched_tokens=budget), kept["loaded"], runner.submit
+        )
+        rate = prefill_rate(engine, budget)
+        floor = 1e3 * GFLOP_A_TOKEN / 630e3 * budget
+        rows.append({"budget": budget, "tokens_s": rate})
+        print(
+            f"prefill, {budget:>5}-token steps: {rate:>8.0f} tokens/s, {1e3 * budget / rate:6.1f} ms "
+            f"a step, GEMM floor at 630 TFLOP/s {floor:6.1f} ms",
+            flush=True,
+        )
+    for batch, context in DECODES:
+        engine = setup.make_engine(config, kept["loaded"], runner.submit)
+        step_ms, floor = decode_step(engine, batch, context)
+        rows.append({"batch": batch, "context": context, "ms": step_ms, "floor_ms": floor})
+        print(
+            f"decode, {batch:>3} x {context}: {step_ms:6.2f} ms a step, floor {floor:6.2f} ms, "
+            f"{step_ms / floor:.2f} x",
+            flush=True,
+        )
+    (arguments.out / "gpu_engine.json").write_text(json.dumps(rows))
+    if arguments.profile:
+        for batch, context in ((50, 500), (128, 4500)):
+            engine = setup.make_engine(config, kept["loaded"], runner.submit)
+            begin(engine, batch, context, 64)
+            profile(engine, f"decode {batch} x {context}", 5)
+            drain(engine)
+        engine = setup.make_engine(
+            replace(config, max_num_batched_tokens=1024), kept["loaded"], runner.submit
+        )
+        begin(engine, 64, 4500, 400)
+        submit(engine, 8, 4200, 1, 1000)
+        profile(engine, "mixed step: 64 decodes x 4500 and 960 prompt tokens", 5)
+        drain(engine)
+    print(f"peak memory {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB")
+
+
+def submit(engine: Engine, count: int, length: int, tokens: int, first: int = 0) -> None:
+    from tailrace.types import EngineRequest, SamplingParams
+
+    draw = random.Random(count)
+    sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    for index in range(first, first + count):
+        ids = [draw.randrange(1000, 150000) for _ in range(length)]
+        engine.add(
+            EngineRequest(
+                request_id=str(index), token_ids=ids, sampling=sampling, arrival_s=float(index)
+            )
+        )
+
+
+def drain(engine: Engine) -> int:
+    tokens = 0
+    while engine.has_work:
+        for output in engine.step():
+            if output.finish_reason == "error":
+                raise SystemExit(f"request {output.request_id}: {output.error}")
+            tokens += len(output.token_ids)
+    return tokens
+
+
+def prefill_rate(engine: Engine, budget: int) -> float:
+    """Prompts of 4096 tokens, one token each, as many as make twenty steps or more."""
+    count = max(4, 16 * budget // 4096)
+    submit(engine, 2, 4096, 1)
+    drain(engine)
+    begun = time.perf_counter()
+    submit(engine, count, 4096, 1)
+    drain(engine)
+    return count * 4096 / (time.perf_counter() - begun)
+
+
+def begin(engine: Engine, batch: int, context: int, tokens: int) -> None:
+    """Prefill `batch` prompts and go on until all of them decode."""
+    submit(engine, batch, context, tokens)
+    seen: set[str] = set()
+    while len(seen) < batch:
+        seen |= {output.request_id for output in engine.step()}
+
+
+def decode_step(engine: Engine, batch: int, context: int) -> tuple[float, float]:
+    # With 8192-token steps the first sequences are far ahead when the last has its first token.
+    begin(engine, batch, context, 400)
+    times = []
+    for _ in range(40):
+        begun = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - begun)
+    keys = sum(s.num_computed for s in engine.scheduler.running)
+    engine.abort([s.request_id for s in list(engine.scheduler.running)])
+    drain(engine)
+    floor = 1e3 * (WEIGHT_BYTES + keys * KV_BYTES) / COPY
+    return 1e3 * statistics.median(times), floor
+
+
+def profile(engine: Engine, title: str, steps: int) -> None:
+    """Print a table of device time by kernel."""
+    import torch
+
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    ) as taken:
+        begun = time.perf_counter()
+        for _ in range(steps):
+            engine.step()
+        torch.cuda.synchronize()
+        wall_s = time.perf_counter() - begun
+    sums: dict[str, list[float]] = {}
+    for event in taken.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            entry = sums.setdefault(event.name[:90], [0, 0.0])
+            entry[0] += 1
+            entry[1] += event.device_time_total / 1e3
+    total = sum(ms for _, ms in sums.values())
+    print(f"\n{title}: {1e3 * wall_s / steps:.2f} ms a step, kernels {total / steps:.2f} ms")
+    for name, (count, ms) in sorted(sums.items(), key=lambda item: -item[1][1])[:14]:
+        print(f"  {ms / steps:8.3f} ms {count / steps:6.0f} x  {name}")
+
+
+if __name__ == "__main__":
+    main()

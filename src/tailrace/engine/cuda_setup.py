@@ -1,0 +1,222 @@
+"""From settings to a runner on one GPU: weights, the memory left for KV, graphs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import structlog
+import torch
+
+from tailrace.engine.cuda_runner import CudaRunner, allocate_kv, kv_bytes_per_token
+from tailrace.engine.sampler import Sampler
+from tailrace.errors import ConfigError
+from tailrace.kernels.attention_shapes import prefill_shape
+from tailrace.kernels.paged_attention.device_batch import DeviceBatch, cut_tiles
+from tailrace.kernels.triton_kernels import TritonKernels
+from tailrace.models.loader import load_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tailrace.config import EngineConfig
+    from tailrace.models.causal_lm import CausalLM
+
+log = structlog.get_logger("tailrace.engine")
+
+_GRAPH_BYTES = 1 << 30
+"""Kept free for the graphs' memory pool and cuBLAS's workspaces; seen: 0.4 GiB."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What this process may take of the device's memory, in bytes."""
+
+    total: int
+    allowed: int
+    """total x --gpu-memory-utilization."""
+    weights: int
+    activations: int
+    """The peak of the largest step, measured."""
+    overhead: int
+    """CUDA's context, and what is kept for graphs."""
+    kv: int
+
+    def describe(self) -> str:
+        """Say it in one line."""
+        parts = (
+            ("weights", self.weights),
+            ("largest step", self.activations),
+            ("context and graphs", self.overhead),
+            ("KV", self.kv),
+        )
+        shown = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts)
+        return f"{self.allowed / 2**30:.2f} of {self.total / 2**30:.2f} GiB allowed: {shown}"
+
+
+def load_device(index: int) -> torch.device:
+    """Take a GPU for this thread.
+
+    Raises:
+        ConfigError: There is no such GPU, or torch cannot use it.
+    """
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or "no CUDA at all"
+        raise ConfigError(
+            f"--gpus {index}: torch {torch.__version__} (built for {built}) finds no GPU here; "
+            "leave --gpus out to serve on the CPU"
+        )
+    if not 0 <= index < torch.cuda.device_count():
+        raise ConfigError(f"--gpus {index}: this machine has {torch.cuda.device_count()}")
+    capability = torch.cuda.get_device_capability(index)
+    if capability < (8, 0):
+        raise ConfigError(
+            f"--gpus {index}: {torch.cuda.get_device_name(index)} has compute capability "
+            f"{capability[0]}.{capability[1]}; the kernels need 8.0 or above"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def load_runner(
+    config: EngineConfig, folder: Path, token_budget: int
+) -> tuple[CudaRunner, int, int, str]:
+    """Load the model, size the KV pool, capture graphs; runs on the runner's thread.
+
+    Returns:
+        The runner, the context length in tokens, the pool's blocks, and the device in words.
+
+    Raises:
+        ConfigError: The device is missing, or its memory does not hold what was asked for.
+        ModelError: The checkpoint cannot be served.
+    """
+    device = load_device(config.gpus[0])
+    dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+    kernels = TritonKernels(device, dtype)  # type: ignore[arg-type]  # checked by the config
+    model = load_model(
+        folder, dtype=dtype, kernels=kernels, load_format=config.load_format, seed=config.seed
+    )
+    sampler = Sampler(
+        config.max_batch_size,
+        model.config.vocab_size,
+        model.config.eos_token_ids,
+        config.seed,
+        device=device,
+    )
+    context = config.context_length or model.config.max_position
+    if context > model.config.max_position:
+        raise ConfigError(
+            f"--context-length {context}: the model holds {model.config.max_position} tokens"
+        )
+    plan = plan_memory(config, model, kernels, token_budget, context)
+    log.info("gpu_memory", plan=plan.describe())
+    context, num_blocks = size_pool(config, plan, context, kv_bytes_per_token(model, kernels.dtype))
+    runner = CudaRunner(
+        model,
+        sampler,
+        kernels,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        num_slots=config.max_batch_size,
+        context_length=context,
+        token_budget=token_budget,
+        kv_dtype=kernels.dtype,
+    )
+    started_s = time.monotonic()
+    runner.capture()
+    log.info("graphs_captured", seconds=round(time.monotonic() - started_s, 2))
+    words = f"{torch.cuda.get_device_name(device)} ({kernels.name} kernels; {plan.describe()})"
+    return runner, context, num_blocks, words
+
+
+def plan_memory(
+    config: EngineConfig,
+    model: CausalLM,
+    kernels: TritonKernels,
+    token_budget: int,
+    context: int,
+) -> MemoryPlan:
+    """Measure the largest step and give KV what is left of the allowed share."""
+    torch.cuda.empty_cache()
+    weights = torch.cuda.memory_allocated()
+    activations = measure_step(
+        model, kernels, rows=token_budget, sampled=config.max_batch_size, context=context
+    )
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    allowed = int(total * config.gpu_memory_utilization)
+    # CUDA's own context: what the driver counts for a process and torch does not; other
+    # processes' memory cannot be told from it, so it is taken at a fixed figure.
+    overhead = (600 << 20) + _GRAPH_BYTES
+    kv = min(allowed - weights - activations - overhead, free - activations - _GRAPH_BYTES)
+    return MemoryPlan(total, allowed, weights, activations, overhead, max(kv, 0))
+
+
+@torch.inference_mode()
+def measure_step(
+    model: CausalLM, kernels: TritonKernels, *, rows: int, sampled: int, context: int
+) -> int:
+    """Return the bytes that a step of `rows` prompt tokens takes beside weights and KV."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    size = 16
+    lengths = np.full(-(-rows // context), context, dtype=np.int32)
+    lengths[-1] = rows - context * (len(lengths) - 1)
+    width = -(-int(lengths.max()) // size)
+    blocks = width * len(lengths)
+    cache = allocate_kv(model, blocks, size, kernels.dtype, kernels.device)
+    pool = torch.cuda.memory_allocated() - before
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    shape = prefill_shape(model.config.head_dim, int(lengths.max()))
+    tiles = cut_tiles(lengths, lengths, first_sequence=0, block_m=shape.block_m)
+    positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])
+    owner = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+
+    def here(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32)).to(kernels.device)
+
+    batch = DeviceBatch(
+        query_starts=here(starts),
+        kv_lens=here(lengths),
+        block_tables=here(np.arange(blocks).reshape(len(lengths), width)),
+        positions=here(positions),
+        slots=here(owner * width * size + positions),
+        max_query_len=int(lengths.max()),
+        max_kv_len=int(lengths.max()),
+        num_decodes=0,
+        tiles=here(tiles),
+        shape=shape,
+    )
+    ids = torch.zeros(rows, dtype=torch.int64, device=kernels.device)
+    hidden = model.forward(ids, batch, cache)
+    logits = model.logits(hidden[:sampled])
+    # The sampler's own copies: float32 logits and weights, and a sorted prefix.
+    copies = torch.empty(3, *logits.shape, dtype=torch.float32, device=kernels.device)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before - pool
+    del hidden, logits, copies, cache
+    return peak
+
+
+def size_pool(
+    config: EngineConfig, plan: MemoryPlan, context: int, bytes_per_token: int
+) -> tuple[int, int]:
+    """Return (context length in tokens, KV blocks).
+
+    Raises:
+        ConfigError: The pool cannot hold one sequence of the context.
+    """
+    size = config.block_size
+    pool = config.kv_cache_tokens or plan.kv // bytes_per_token
+    num_blocks = pool // size
+    if not config.context_length:
+        context = min(context, num_blocks * size)
+    if num_blocks < 1 or context > num_blocks * size:
+        raise ConfigError(
+            f"the KV pool holds {num_blocks * size} tokens, less than one sequence of "
+            f"--context-length {context} ({plan.describe()}): raise --gpu-memory-utilization or "
+            "--kv-cache-tokens, or lower --context-length or --max-num-batched-tokens"
+        )
+    return context, num_blocks

@@ -1,0 +1,105 @@
+"""Which specialisation of the attention kernels serves what, for each kind of GPU.
+
+Hopper's rows are measured (benchmarks/gpu_attention.py, on an H200). The others are those of the
+same kernel that compile to less than 255 registers without a spill, and fit the shared memory:
+tests/kernels/test_compile_ahead.py compiles every row and holds it to that.
+"""
+
+from __future__ import annotations
+
+from tailrace.errors import ConfigError
+from tailrace.kernels.paged_attention.triton_decode import DecodeShape
+from tailrace.kernels.paged_attention.triton_prefill import Shape
+
+Capability = tuple[int, int]
+"""Of a GPU, as `torch.cuda.get_device_capability` gives it: (9, 0) is Hopper's."""
+
+INTERPRETER: Capability = (9, 0)
+"""What Triton's interpreter stands in for."""
+
+AMPERE, ADA, HOPPER = 80, 89, 90
+
+PREFILL: dict[int, dict[int, tuple[tuple[int, Shape], ...]]] = {
+    AMPERE: {
+        64: ((1024, Shape(64, 64, 4, 3)), (1 << 30, Shape(128, 64, 8, 3))),
+        128: ((1 << 30, Shape(128, 64, 8, 3)),),
+        256: ((1 << 30, Shape(64, 32, 8, 2)),),
+    },
+    ADA: {
+        64: ((1024, Shape(64, 64, 4, 3)), (1 << 30, Shape(128, 64, 8, 3))),
+        128: ((1 << 30, Shape(128, 64, 8, 3)),),
+        256: ((1 << 30, Shape(64, 32, 8, 2)),),
+    },
+    HOPPER: {
+        64: ((1 << 30, Shape(64, 64, 4, 3)),),
+        128: ((1 << 30, Shape(64, 64, 4, 3)),),
+        256: ((1 << 30, Shape(64, 32, 8, 2)),),
+    },
+}
+"""By kind of GPU and head dimension: (below so many keys, shape), ascending."""
+
+# The split is the same everywhere: where a row's sums are cut decides its last bits.
+DECODE: dict[int, dict[int, DecodeShape]] = {
+    AMPERE: {
+        64: DecodeShape(512, 128, 4, 3),
+        128: DecodeShape(512, 128, 4, 3),
+        256: DecodeShape(512, 64, 8, 2),
+    },
+    # 99 KiB of shared memory: tiles half as wide let two programs share a multiprocessor.
+    ADA: {
+        64: DecodeShape(512, 128, 4, 3),
+        128: DecodeShape(512, 64, 4, 3),
+        256: DecodeShape(512, 32, 4, 2),
+    },
+    HOPPER: {
+        64: DecodeShape(512, 128, 4, 3),
+        128: DecodeShape(512, 128, 4, 3),
+        256: DecodeShape(512, 64, 8, 2),
+    },
+}
+
+
+def kind(capability: Capability) -> int:
+    """Return whose rows serve a GPU: `AMPERE`, `ADA` or `HOPPER`.
+
+    Raises:
+        ConfigError: The GPU is older than Ampere.
+    """
+    major, minor = capability
+    if major < 8:
+        raise ConfigError(
+            f"this GPU's compute capability is {major}.{minor}: the kernels need 8.0 or later "
+            "(Ampere); use another GPU, or the CPU"
+        )
+    if major == 8:
+        return AMPERE if minor == 0 else ADA
+    # Consumer Blackwell has Ada's shared memory.
+    return ADA if major == 12 else HOPPER
+
+
+def prefill_shape(head_dim: int, max_kv_len: int, capability: Capability) -> Shape:
+    """Return the shape for a step whose longest sequence has `max_kv_len` keys.
+
+    Raises:
+        ConfigError: No kernel serves the head dimension or the GPU.
+    """
+    rows = PREFILL[kind(capability)][_row(head_dim)]
+    return next(shape for bound, shape in rows if max_kv_len < bound)
+
+
+def decode_shape(head_dim: int, capability: Capability) -> DecodeShape:
+    """Return the shape of the decode kernel.
+
+    Raises:
+        ConfigError: No kernel serves the head dimension or the GPU.
+    """
+    return DECODE[kind(capability)][_row(head_dim)]
+
+
+def _row(head_dim: int) -> int:
+    """Return the head dimension whose rows serve another one: small ones take that of 64."""
+    if head_dim in (16, 32):
+        return 64
+    if head_dim in (64, 128, 256):
+        return head_dim
+    raise ConfigError(f"head_dim {head_dim}: the GPU kernels serve 16, 32, 64, 128 and 256")

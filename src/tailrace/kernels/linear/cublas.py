@@ -1,0 +1,38 @@
+"""A linear layer in the weight's own half precision, by cuBLAS."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+class CublasLinear:
+    """x @ weight.T + bias, summed in float32.
+
+    Args:
+        weight_OI: Any dtype and device.
+        bias_O: Likewise.
+        dtype: Of weight, input and result.
+        device: Where they are held.
+    """
+
+    def __init__(
+        self, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.name = f"cuBLAS {str(dtype).removeprefix('torch.')}"
+        self._weight_OI = weight_OI.to(device, dtype).contiguous()
+        self._bias_O = None if bias_O is None else bias_O.to(device, dtype).contiguous()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weight and bias."""
+        return self._weight_OI.nbytes + (0 if self._bias_O is None else self._bias_O.nbytes)
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """Return [T, O] in the weight's dtype."""
+        return functional.linear(x_TI, self._weight_OI, self._bias_O)

@@ -1,0 +1,247 @@
+"""Decode over the paged cache in Triton: one query row a sequence, its keys split among programs.
+
+A program takes all query heads that share one KV head (their keys are read once) and SPLIT tokens
+of one sequence; a second kernel merges the parts by their log-sum-exp (Dao et al.,
+"Flash-Decoding", 2023). Splits have a fixed length, not a fixed number, so that a row's sums are cut at the same
+places whatever else is in the batch: its result does not depend on its neighbours.
+
+The grid covers the longest sequence there can be, so that one captured graph serves any lengths;
+programs beyond their sequence's end return at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from tailrace.kernels.paged_attention.triton_prefill import LOG2_E
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """How the kernel is specialised."""
+
+    split: int
+    """Tokens of one program; a multiple of block_n."""
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def decode_kernel(
+    q_ptr,
+    k_cache,
+    v_cache,
+    part_ptr,
+    lse_ptr,
+    kv_lens,
+    tables,
+    table_stride,
+    max_splits,
+    scale_log2,
+    stride_kb,
+    stride_kh,
+    stride_kt,
+    stride_kd,
+    stride_vb,
+    stride_vh,
+    stride_vt,
+    stride_vd,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    row = tl.program_id(2)
+    kv_len = tl.load(kv_lens + row)
+    low = split * SPLIT
+    if low >= kv_len:
+        return
+    high = tl.minimum(low + SPLIT, kv_len)
+
+    members = tl.arange(0, PADDED)
+    dims = tl.arange(0, HEAD_DIM)
+    is_member = members < GROUP
+    heads = row.to(tl.int64) * NUM_HEADS + kv_head * GROUP + members
+    q = tl.load(
+        q_ptr + (heads * HEAD_DIM)[:, None] + dims[None, :], mask=is_member[:, None], other=0.0
+    )
+    k_cache += kv_head * stride_kh
+    v_cache += kv_head * stride_vh
+    table = tables + row * table_stride
+    peak = tl.full([PADDED], float("-inf"), tl.float32)
+    total = tl.zeros([PADDED], tl.float32)
+    acc = tl.zeros([PADDED, HEAD_DIM], tl.float32)
+    for start in range(low, high, BLOCK_N):
+        columns = start + tl.arange(0, BLOCK_N)
+        is_key = columns < high
+        units = tl.load(table + columns // UNIT, mask=is_key, other=0).to(tl.int64)
+        k_rows = units * stride_kb + (columns % UNIT) * stride_kt
+        v_rows = units * stride_vb + (columns % UNIT) * stride_vt
+        # Slots never written may hold NaN, and 0 x NaN is NaN: they are not even read.
+        k = tl.load(
+            k_cache + k_rows[None, :] + (dims * stride_kd)[:, None],
+            mask=is_key[None, :],
+            other=0.0,
+        )
+        v = tl.load(
+            v_cache + v_rows[:, None] + (dims * stride_vd)[None, :],
+            mask=is_key[:, None],
+            other=0.0,
+        )
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale_log2
+        scores = tl.where(is_key[None, :], scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        rescale = tl.exp2(peak - higher)
+        total = total * rescale + tl.sum(weights, 1)
+        acc = acc * rescale[:, None] + tl.dot(
+            weights.to(q.dtype), v.to(q.dtype), input_precision="ieee"
+        )
+        peak = higher
+    acc = acc / total[:, None]
+    parts = heads * max_splits + split
+    tl.store(part_ptr + (parts * HEAD_DIM)[:, None] + dims[None, :], acc, mask=is_member[:, None])
+    tl.store(lse_ptr + parts, peak + tl.log2(total), mask=is_member)
+
+
+@triton.jit
+def merge_kernel(
+    part_ptr,
+    lse_ptr,
+    out_ptr,
+    kv_lens,
+    max_splits,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    count = tl.cdiv(tl.load(kv_lens + row), SPLIT)
+    place = row.to(tl.int64) * NUM_HEADS + head
+    dims = tl.arange(0, HEAD_DIM)
+    peak = float("-inf")
+    total = 0.0
+    acc = tl.zeros([HEAD_DIM], tl.float32)
+    for split in range(count):
+        part = place * max_splits + split
+        lse = tl.load(lse_ptr + part)
+        higher = tl.maximum(peak, lse)
+        rescale = tl.exp2(peak - higher)
+        weight = tl.exp2(lse - higher)
+        acc = acc * rescale + weight * tl.load(part_ptr + part * HEAD_DIM + dims)
+        total = total * rescale + weight
+        peak = higher
+    # A padded row has no keys: it gets zeros, for what it holds flows on through the layers.
+    acc = tl.where(count > 0, acc / total, 0.0)
+    tl.store(out_ptr + place * HEAD_DIM + dims, acc.to(out_ptr.dtype.element_ty))
+
+
+@dataclass(frozen=True)
+class DecodeScratch:
+    """Where parts of a step's rows are put; one serves all layers."""
+
+    parts: Tensor
+    """float32 [rows, Hq, max_splits, D]."""
+    lses: Tensor
+    """float32 [rows, Hq, max_splits], base 2."""
+
+    @property
+    def max_splits(self) -> int:
+        """Splits that a sequence may have."""
+        return self.lses.shape[2]
+
+    @classmethod
+    def allocate(
+        cls, rows: int, num_heads: int, head_dim: int, max_kv_len: int, split: int, device: str
+    ) -> DecodeScratch:
+        """Make scratch for sequences of at most `max_kv_len` tokens."""
+        splits = -(-max_kv_len // split)
+        return cls(
+            torch.empty(rows, num_heads, splits, head_dim, dtype=torch.float32, device=device),
+            torch.empty(rows, num_heads, splits, dtype=torch.float32, device=device),
+        )
+
+
+def decode(
+    q_BHD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out_BHD: Tensor,
+    *,
+    kv_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    shape: DecodeShape,
+    scratch: DecodeScratch,
+) -> None:
+    """Write attention of one row a sequence into `out_BHD`.
+
+    Args:
+        q_BHD: [B, Hq, D], contiguous.
+        k_cache: [num_blocks, Hkv, D, block_size], any strides; q's dtype or float8.
+        v_cache: [num_blocks, Hkv, block_size, D], any strides.
+        out_BHD: As q.
+        kv_lens: int32 [B]; 0 marks a padded row, whose output is zeros.
+        block_tables: int32 [B, W], contiguous rows.
+        scale: Of the scores.
+        shape: Split and tile sizes.
+        scratch: For at least B rows and the longest of `kv_lens`.
+    """
+    num_rows, num_heads, head_dim = q_BHD.shape
+    num_kv_heads, unit = v_cache.shape[1:3]
+    group = num_heads // num_kv_heads
+    decode_kernel[(num_kv_heads, scratch.max_splits, num_rows)](
+        q_BHD,
+        k_cache,
+        v_cache,
+        scratch.parts,
+        scratch.lses,
+        kv_lens,
+        block_tables,
+        block_tables.stride(0),
+        scratch.max_splits,
+        scale * LOG2_E,
+        k_cache.stride(0),
+        k_cache.stride(1),
+        k_cache.stride(3),
+        k_cache.stride(2),
+        v_cache.stride(0),
+        v_cache.stride(1),
+        v_cache.stride(2),
+        v_cache.stride(3),
+        NUM_HEADS=num_heads,
+        GROUP=group,
+        PADDED=max(16, triton.next_power_of_2(group)),  # tl.dot takes no fewer rows
+        UNIT=unit,
+        HEAD_DIM=head_dim,
+        BLOCK_N=shape.block_n,
+        SPLIT=shape.split,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+    )
+    merge_kernel[(num_heads, num_rows)](
+        scratch.parts,
+        scratch.lses,
+        out_BHD,
+        kv_lens,
+        scratch.max_splits,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        SPLIT=shape.split,
+        num_warps=1 if head_dim <= 128 else 2,
+    )
