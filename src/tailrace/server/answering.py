@@ -90,7 +90,7 @@ async def answer(
     finally:
         # Only what was cut off is still open here: the client went, or the server ends.
         generation.close("disconnect")
-        record = generation.record()
+        record = generation.record(request.request_id)
         services.metrics.observe_request(record)
         services.request_log.write(record)
 

@@ -171,10 +171,11 @@ class Generation:
         if still_open:
             self.services.engine.abort(still_open)
 
-    def record(self) -> RequestRecord:
+    def record(self, http_request_id: str = "") -> RequestRecord:
         """Return what became of the request, for the log and the metrics."""
         return RequestRecord(
             request_id=self.job.request_id,
+            http_request_id=http_request_id,
             route=self.job.route,
             # The one reading of the wall clock: to find the record, not to subtract from it.
             unix_s=time.time(),

@@ -26,6 +26,9 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     """What became of one HTTP request; `_s` are monotonic seconds, None: did not happen."""
 
     request_id: str
+    """As the answer's body names it."""
+    http_request_id: str = ""
+    """The client's X-Request-Id, or the one of ours that the answer's header carries."""
     route: str
     unix_s: float
     """Wall clock at the end, to join with other logs."""
