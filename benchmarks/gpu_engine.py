@@ -126,9 +126,8 @@ def check_family(family: str, runner: ThreadPoolExecutor) -> None:
             history = torch.tensor([prompt + output], device="cuda")
             rows = slice(len(prompt) - 1, -1)
             truth = exact(history).logits[0, rows].float()
-            noise = max(
-                noise, float((rounded(history).logits[0, rows].float() - truth).abs().max())
-            )
+            other = rounded(history).logits[0, rows].float()
+            noise = max(noise, float((other - truth).abs().max()))
             chosen = truth.gather(1, torch.tensor(output, device="cuda")[:, None])[:, 0]
             behind = truth.amax(-1) - chosen
             flips += int((behind > 0).sum())
@@ -163,8 +162,8 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
         floor = 1e3 * GFLOP_A_TOKEN / 630e3 * budget
         rows.append({"budget": budget, "tokens_s": rate})
         print(
-            f"prefill, {budget:>5}-token steps: {rate:>8.0f} tokens/s, {1e3 * budget / rate:6.1f} ms "
-            f"a step, GEMM floor at 630 TFLOP/s {floor:6.1f} ms",
+            f"prefill, {budget:>5}-token steps: {rate:>8.0f} tokens/s, "
+            f"{1e3 * budget / rate:6.1f} ms a step, GEMM floor at 630 TFLOP/s {floor:6.1f} ms",
             flush=True,
         )
     for batch, context in DECODES:

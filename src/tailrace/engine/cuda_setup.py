@@ -169,7 +169,7 @@ def measure_step(
     cache = allocate_kv(model, blocks, size, kernels.dtype, kernels.device)
     pool = torch.cuda.memory_allocated() - before
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    shape = prefill_shape(model.config.head_dim, int(lengths.max()))
+    shape = prefill_shape(model.config.head_dim, int(lengths.max()), kernels.capability)
     tiles = cut_tiles(lengths, lengths, first_sequence=0, block_m=shape.block_m)
     positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])
     owner = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
