@@ -135,8 +135,10 @@ def figures(values: Sequence[float]) -> str:
 
 
 def printed(replayed: Replayed, metric: str) -> str:
+    if not replayed.printed:
+        return "the same"
     values_s = replayed.printed.get(metric, ())
-    return " / ".join(f"{value_s * 1e3:.1f}" for value_s in values_s) or "the same"
+    return " / ".join(f"{value_s * 1e3:.1f}" for value_s in values_s) or "-"
 
 
 def arguments() -> argparse.Namespace:

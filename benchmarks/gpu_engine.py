@@ -47,7 +47,7 @@ QWEN_7B = {
 }
 GFLOP_A_TOKEN, KV_BYTES, WEIGHT_BYTES, COPY = 13.05, 57344, 14.1e9, 4.19e12
 DECODES = ((1, 500), (1, 4500), (8, 4500), (32, 4500), (50, 500), (64, 4500), (128, 4500))
-BUDGETS = (512, 1024, 2048, 4096, 8192)
+BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 
 
 def main() -> None:
@@ -185,6 +185,10 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
         engine = setup.make_engine(
             replace(config, max_num_batched_tokens=1024), kept["loaded"], runner.submit
         )
+        begin(engine, 50, 500, 400)
+        submit(engine, 8, 80, 1, 1000)
+        profile(engine, "small mixed steps: 50 decodes x 500, prompts of 80 tokens", 4)
+        drain(engine)
         begin(engine, 64, 4500, 400)
         submit(engine, 8, 4200, 1, 1000)
         profile(engine, "mixed step: 64 decodes x 4500 and 960 prompt tokens", 5)
