@@ -49,7 +49,6 @@ class Framed(CudaRunner):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.frames = []
-        self._mixed = mixed_frames(SLOTS, 64, self._shape.block_m)
         self._graphs = {Frame(0): self}  # so that frames are chosen
 
     def execute(self, prepared):
@@ -146,7 +145,7 @@ def test_steps_of_their_own_size_give_the_cpu_runners_tokens(folder, truth):
 def test_padded_frames_give_the_same_tokens(folder, truth):
     runner = gpu_runner(folder, Framed)
     assert generate(runner, make_requests(temperature=0.0)) == truth
-    assert {frame.tokens for frame in runner.frames if frame} >= {0, 64}
+    assert {frame.tokens for frame in runner.frames if frame} >= {0, BUDGET - SLOTS}
 
 
 def test_sampled_rows_draw_as_on_the_cpu(folder):
@@ -163,10 +162,16 @@ def test_buckets_cover_every_batch_size():
 
 
 def test_mixed_frames_stay_within_the_budget_and_start_with_the_smallest():
-    frames = mixed_frames(128, 256, 64)
-    assert {frame.tokens for frame in frames} == {64, 128, 256}
-    assert frames[0] == Frame(0, 64, 8, 9)
-    assert {frame.decodes for frame in frames} == {0, 16, 32, 64, 128}
+    frames = mixed_frames(128, 1024, 64)
+    assert all(frame.rows <= 1024 for frame in frames)
+    assert frames[0] == Frame(0, 64, 16, 17)
+    assert {frame.decodes for frame in frames} == {0, 16, 32, 64, 96, 128}
+    full = {frame.decodes: frame.tokens for frame in frames if frame.rows == 1024}
+    assert full == {0: 1024, 16: 1008, 32: 992, 64: 960, 96: 928, 128: 896}
+
+
+def test_a_budget_without_room_for_prompts_has_no_frame_of_them():
+    assert {frame.decodes for frame in mixed_frames(64, 64, 64)} == {0, 16, 32}
 
 
 def test_padding_tiles_are_those_of_the_sequence_without_rows():

@@ -35,10 +35,9 @@ if TYPE_CHECKING:
 
 NOT_FINITE = "the model's logits are not finite"
 _SMALL_BUCKETS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32)
-_MIXED_DECODES = (0, 16, 32, 64)
+_MIXED_DECODES = (0, 16, 32, 64, 96)
 _MIXED_TOKENS = (64, 128, 256, 512)
-"""Beyond so many prompt tokens a step takes longer than queueing its kernels."""
-_MIXED_PROMPTS = 8
+_MIXED_PROMPTS = 16
 
 
 @dataclass(frozen=True)
@@ -71,14 +70,26 @@ def graph_buckets(max_batch_size: int) -> list[int]:
 
 
 def mixed_frames(max_batch_size: int, token_budget: int, block_m: int) -> list[Frame]:
-    """Return the frames of steps with few prompt tokens, the smallest first."""
-    decodes = [*(size for size in _MIXED_DECODES if size < max_batch_size), max_batch_size]
+    """Return the frames of steps with prompt tokens, the smallest first.
+
+    Those with few of them, whose kernels would take longer to queue than to run, and those of the
+    whole budget: the scheduler counts decodes as `padded_decodes`, so that full steps fit exactly.
+    """
+    sizes = [
+        (rows, tokens)
+        for rows in padded_sizes(max_batch_size)
+        for tokens in (*_MIXED_TOKENS, token_budget - rows)
+        if 0 < tokens <= token_budget - rows
+    ]
     return [
         Frame(rows, tokens, _MIXED_PROMPTS, -(-tokens // block_m) + _MIXED_PROMPTS)
-        for tokens in _MIXED_TOKENS
-        if tokens <= token_budget
-        for rows in decodes
+        for rows, tokens in sorted(set(sizes), key=sum)
     ]
+
+
+def padded_sizes(max_batch_size: int) -> list[int]:
+    """Return the numbers of decode rows that mixed frames have, ascending."""
+    return [*(size for size in _MIXED_DECODES if size < max_batch_size), max_batch_size]
 
 
 @dataclass(frozen=True)
@@ -184,9 +195,14 @@ class CudaRunner:
         self._buckets = graph_buckets(num_slots)
         self._shape = prefill_shape(config.head_dim, context_length, self._capability)
         self._mixed = mixed_frames(num_slots, token_budget, self._shape.block_m)
+        self._padded_sizes = padded_sizes(num_slots)
         self._pool: Any = None  # torch names the type of its handle only to itself
 
     # The engine's thread
+
+    def padded_decodes(self, decodes: int) -> int:
+        """Return the rows that a mixed step computes for so many decodes."""
+        return next(size for size in self._padded_sizes if size >= decodes)
 
     def prepare(self, step: Step, blocks: BlockManager) -> PreparedDeviceStep:
         """Turn a step into index arrays; reads scheduler state: the engine's thread runs it."""

@@ -109,6 +109,11 @@ class Runner:
         self.kv_caches = allocate_kv(model, num_blocks, block_size)
         self._last_tokens = torch.zeros(num_slots, dtype=torch.int64)
 
+    @staticmethod
+    def padded_decodes(decodes: int) -> int:
+        """Return as many: a CPU computes what is asked for, and no more."""
+        return decodes
+
     def prepare(self, step: Step, blocks: BlockManager) -> PreparedStep:
         """Turn a step into tensors; reads scheduler state, so it runs on the engine's thread."""
         chunks = step.chunks
