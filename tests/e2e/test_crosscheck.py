@@ -84,6 +84,7 @@ def measure(tool, rows_folder, label):
 
 @pytest.mark.e2e
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # the tools themselves take up to a minute to start
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_agrees_with_our_client(has_smollm2, tmp_path, tool):
     rows = export(tmp_path / "trace.jsonl", duration_s=DURATION_S)

@@ -20,6 +20,7 @@ from tailrace.engine.cuda_runner import (
     graph_buckets,
     mixed_frames,
 )
+from tailrace.engine.device_sampler import DeviceSampler
 from tailrace.engine.engine import Engine
 from tailrace.engine.runner import Runner
 from tailrace.engine.sampler import Sampler
@@ -64,13 +65,10 @@ def run_now(function, *args):
     return done
 
 
-def sampler():
-    return Sampler(SLOTS, 259, [258], 0)
-
-
 def cpu_runner(folder):
     model = load_model(folder, dtype="float32", kernels=TorchKernels())
-    return Runner(model, sampler(), num_blocks=BLOCKS, block_size=BLOCK, num_slots=SLOTS)
+    sampler = Sampler(SLOTS, 259, [258], 0)
+    return Runner(model, sampler, num_blocks=BLOCKS, block_size=BLOCK, num_slots=SLOTS)
 
 
 def gpu_runner(folder, kind):
@@ -78,7 +76,7 @@ def gpu_runner(folder, kind):
     model = load_model(folder, dtype="float32", kernels=kernels)
     runner = kind(
         model,
-        sampler(),
+        DeviceSampler(SLOTS, 259, [258], 0, device=CPU),
         kernels,
         num_blocks=BLOCKS,
         block_size=BLOCK,

@@ -17,23 +17,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tailrace.engine.device_sampler import NO_TOKEN
 from tailrace.engine.runner import Admission, PromptRows, StepResult, prompt_rows, score_prompt
 from tailrace.engine.staging import RING, Packed, Staging
 from tailrace.kernels.attention_shapes import prefill_shape
 from tailrace.kernels.paged_attention.device_batch import DeviceBatch, cut_tiles
+from tailrace.kernels.sampling.rows import NOT_FINITE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tailrace.engine.block_manager import BlockManager
-    from tailrace.engine.sampler import Sampler
+    from tailrace.engine.device_sampler import DeviceSampler
     from tailrace.engine.scheduler import Chunk, Step
     from tailrace.kernels.paged_attention.triton_prefill import Shape
     from tailrace.kernels.triton_kernels import TritonKernels
     from tailrace.models.causal_lm import CausalLM, KVCache
     from tailrace.types import TokenLogprobs
 
-NOT_FINITE = "the model's logits are not finite"
 _SMALL_BUCKETS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32)
 _MIXED_DECODES = (0, 16, 32, 64, 96)
 _MIXED_TOKENS = (64, 128, 256, 512)
@@ -133,7 +134,7 @@ class DeviceResult:
         errors = dict(self.errors)
         for row, token_id in enumerate(ids):
             if token_id < 0:
-                errors.setdefault(row, NOT_FINITE)
+                errors.setdefault(row, NO_TOKEN[token_id])
         return StepResult(ids, self.logprobs, errors, self.prompt_logprobs)
 
 
@@ -155,7 +156,7 @@ class CudaRunner:
     def __init__(
         self,
         model: CausalLM,
-        sampler: Sampler,
+        sampler: DeviceSampler,
         kernels: TritonKernels,
         *,
         num_blocks: int,
@@ -331,13 +332,14 @@ class CudaRunner:
             if not prepared.sample_slots:
                 return self._result(0, [], {}, prompt_logprobs)
             logits, ids = self._sample_rows(hidden, arrays["sample_rows"], arrays["sample_slots"])
-        return self._drawn(logits, ids, prepared.sample_slots, prompt_logprobs)
+        return self._drawn(logits, ids, prepared.sample_slots, arrays, prompt_logprobs)
 
     def _drawn(
         self,
         logits: torch.Tensor,
         ids: torch.Tensor,
         slots: list[int],
+        arrays: dict[str, torch.Tensor],
         prompt_logprobs: dict[int, list[TokenLogprobs]],
     ) -> DeviceResult:
         """Take the greedy ids where they are what every row asks for, else draw."""
@@ -349,9 +351,10 @@ class CudaRunner:
         if self.sampler.are_plain_greedy(slots):
             self.sampler.count_drawn(slots)
         else:
-            sampled = self.sampler.sample(logits[:count].float(), slots)
+            sampled = self.sampler.sample(logits[:count], slots)
             ids, logprobs, errors = sampled.token_ids, sampled.logprobs, sampled.errors
-            self._last_tokens[torch.tensor(slots, device=self.device)] = ids
+            # A row without a token fails when its id is read; the next step reads token 0 for it.
+            self._last_tokens.index_copy_(0, arrays["sample_slots"][:count].long(), ids.clamp(0))
         host = self._host_ids[self._ring, :count]
         host.copy_(ids[:count], non_blocking=True)
         return self._result(count, logprobs, errors, prompt_logprobs)
@@ -399,9 +402,9 @@ class CudaRunner:
         """Return logits [S, V] and the likeliest ids, -1 where a row is not finite; keep them."""
         logits = self.model.logits(hidden.index_select(0, rows))
         peaks, ids = logits.max(dim=-1)
-        # An id that cannot be: the host takes it for an error, the next step reads token 0.
         self._last_tokens.index_copy_(0, slots.long(), ids)
-        return logits, torch.where(peaks.isfinite(), ids, -1)
+        # An id that cannot be: the host takes it for an error.
+        return logits, torch.where(peaks.isfinite(), ids, NOT_FINITE)
 
     # At start
 
