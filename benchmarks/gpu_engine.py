@@ -1,6 +1,6 @@
 """The GPU engine alone: right first, then prefill and decode rates beside their floors.
 
-    python benchmarks/gpu_engine.py --out DIR [--skip-check] [--profile]
+    python benchmarks/gpu_engine.py --out DIR [--skip-check | --only-check] [--profile]
 
 Check: a tiny random checkpoint of each family, several prompts batched, chunked and out of CUDA
 graphs; every token chosen must be, by transformers in float32 on the same history, the best or
@@ -54,12 +54,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--skip-check", action="store_true")
+    parser.add_argument("--only-check", action="store_true")
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     with ThreadPoolExecutor(1) as runner:
         if not arguments.skip_check:
             for family in ("llama", "qwen2", "qwen3"):
                 check_family(family, runner)
+        if arguments.only_check:
+            return
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(QWEN_7B))
             time_qwen(Path(folder), runner, arguments)

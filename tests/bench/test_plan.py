@@ -156,7 +156,7 @@ def test_nothing_to_measure_is_an_error(tmp_path):
 def test_the_plans_of_this_repository_are_readable(name):
     file = Path(__file__).parents[2] / "plans" / f"{name}.toml"
     environ = dict.fromkeys(
-        ("LLAMA_SERVER", "SMOLLM2_GGUF", "MODELS", "VLLM_SITE", "SGLANG_SITE"), "/x"
+        ("LLAMA_SERVER", "SMOLLM2_F16_GGUF", "MODELS", "VLLM_SITE", "SGLANG_SITE"), "/x"
     )
     plan = read_plan(file, environ=environ)
     assert len(plan.engines) >= 2

@@ -138,7 +138,7 @@ def test_an_interrupted_trial_keeps_what_was_measured_and_says_so(tmp_path):
         tmp_path,
         work(arrivals, duration_s=30.0),
         script=lambda index: script.get(index, QUICK),
-        stop_at=0.5,
+        stop_at=2.0,
     )
     assert [record.status for record in run.records] == ["ok", "cancelled"]
     assert run.verdict.reasons[0].startswith("interrupted: 1 of 3")
