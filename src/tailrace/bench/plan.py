@@ -246,6 +246,12 @@ def _read_toml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: {error}") from error
 
 
+_NOT_OF_TRAFFIC = {
+    "rate_rps": "rates are what [search] finds and [steady] names",
+    "seed": "stands at the top of the plan, and counts on from pair to pair",
+}
+"""What a workload takes from the command line, and a plan says elsewhere."""
+
 TABLES = ("platform", "traffic", "limits", "search", "steady", "engine", "team")
 _SIMPLE = (
     *("title", "pairs", "seed", "tokenizer", "temperature", "timeout_s", "max_lag_s"),
@@ -298,6 +304,9 @@ class _Reader:
         source = table.get("source")
         if not isinstance(source, str) or not source:
             raise ConfigError("[traffic] has no source: name a preset, a profile or a trace file")
+        for name, remedy in _NOT_OF_TRAFFIC.items():
+            if name in table:
+                raise ConfigError(f"[traffic] {name}: {remedy}")
         # A preset's name stays; what is a file is found from the plan's folder.
         beside = self._path(source)
         if beside.is_file():
