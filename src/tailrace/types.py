@@ -130,18 +130,32 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True):
     running_requests: int
     waiting_requests: int
     total_blocks: int
+    """A block here is a unit: the piece that the kernels address, `block_size` tokens."""
     free_blocks: int
-    """Free now; blocks that only the prefix cache holds count as free."""
+    """Free now; those that only the prefix cache holds, or that are set aside, count as free."""
     block_size: int
     live_tokens: int
-    """Tokens of running requests whose KV is held."""
+    """Tokens of running requests whose KV is held; what several share counts once."""
     held_blocks: int
-    """Blocks that running requests hold."""
+    """Held by running requests, each counted once."""
+    leased_blocks: int = 0
+    """Promised to requests ahead of need."""
+    lent_blocks: int = 0
+    """Of those promised, how many others hold now."""
+    wide_share: float = 0.0
+    """Share of the block tables' entries that lie in aligned runs of 4."""
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
     cached_tokens_total: int = 0
     prefix_query_tokens_total: int = 0
     preemptions_total: int = 0
+    returns_total: int = 0
+    """Preemptions of borrowers whose lender needed its blocks; the rest had outgrown their lease."""
+    lent_blocks_total: int = 0
+    evictions_total: int = 0
+    """Cached blocks given to another text."""
+    runs_total: tuple[int, int, int] = (0, 0, 0)
+    """Runs of 1, 2 and 4 blocks handed out."""
     steps_total: int = 0
     step_time_s: float = 0.0
     """Of the last step."""

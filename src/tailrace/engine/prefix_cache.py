@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from tailrace.errors import IntegrityError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 Parent = int | str
 """An entry's serial number, or the salt."""
@@ -58,6 +58,10 @@ class PrefixCache:
     def is_idle(self, unit: int) -> bool:
         """Whether a unit is cached and nobody holds it."""
         return unit in self._idle
+
+    def idle_units(self) -> Iterable[int]:
+        """Units that nobody holds, the longest idle first."""
+        return iter(self._idle)
 
     def find(self, token_ids: Sequence[int], salt: str) -> tuple[list[int], Parent]:
         """Return the units of the longest known prefix that leaves a token, and their last entry.
