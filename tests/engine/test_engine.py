@@ -46,12 +46,27 @@ class Bench:
 
 
 def make_bench(
-    *, num_blocks=16, block_size=8, slots=4, budget=16, prefix_cache=True, fail_when=None, eos=()
+    *,
+    num_blocks=16,
+    block_size=8,
+    slots=4,
+    budget=16,
+    prefix_cache=True,
+    fail_when=None,
+    eos=(),
+    mixed_sizes=True,
+    surprised=False,
 ) -> Bench:
-    blocks = BlockManager(num_blocks, block_size, prefix_cache=prefix_cache)
+    """Make an engine; a surprised one has only ever seen answers of one token."""
+    blocks = BlockManager(
+        num_blocks, block_size, prefix_cache=prefix_cache, mixed_sizes=mixed_sizes
+    )
     runner = FakeRunner(block_size, **({"fail_when": fail_when} if fail_when else {}))
+    scheduler = Scheduler(blocks, max_batch_size=slots, token_budget=budget)
+    for _ in range(20 * surprised):
+        scheduler.answers.observe(1)
     engine = Engine(
-        Scheduler(blocks, max_batch_size=slots, token_budget=budget),
+        scheduler,
         runner,
         submit=runner.submit,
         clock=VirtualClock(),
@@ -92,10 +107,12 @@ prompts = st.builds(
     budget=st.integers(4, 40),
     slots=st.integers(1, 4),
     prefix_cache=st.booleans(),
+    mixed_sizes=st.booleans(),
+    surprised=st.booleans(),
     abort_at=st.dictionaries(st.integers(0, 11), st.integers(0, 30), max_size=3),
 )
 def test_output_is_the_models_whatever_is_batched_chunked_cached_preempted_or_aborted(
-    jobs, num_blocks, budget, slots, prefix_cache, abort_at
+    jobs, num_blocks, budget, slots, prefix_cache, mixed_sizes, surprised, abort_at
 ):
     eos = frozenset({7})
     bench = make_bench(
@@ -103,6 +120,8 @@ def test_output_is_the_models_whatever_is_batched_chunked_cached_preempted_or_ab
         budget=budget,
         slots=slots,
         prefix_cache=prefix_cache,
+        mixed_sizes=mixed_sizes,
+        surprised=surprised,
         eos=eos,
     )
     arrivals = sorted(range(len(jobs)), key=lambda i: jobs[i][3])
@@ -129,8 +148,8 @@ def test_output_is_the_models_whatever_is_batched_chunked_cached_preempted_or_ab
         else:
             assert got == wanted
             assert bench.reasons[f"r-{i}"] == ("stop" if wanted[-1] in eos else "length")
-    assert bench.blocks.held_blocks == 0
-    assert bench.blocks.free_blocks == num_blocks
+    assert bench.blocks.held_units == 0
+    assert bench.blocks.available_units == num_blocks
 
 
 def test_no_step_exceeds_the_token_budget_and_each_runner_gets_its_token_in_every_step():
@@ -176,7 +195,7 @@ def test_the_next_step_is_scheduled_before_the_former_has_run():
 
 
 def test_out_of_blocks_the_youngest_is_preempted_and_the_oldest_never():
-    bench = make_bench(num_blocks=8, slots=4, budget=32, prefix_cache=False)
+    bench = make_bench(num_blocks=8, slots=4, budget=32, prefix_cache=False, surprised=True)
     for i in range(3):
         bench.engine.add(request(f"r-{i}", [i + 1] * 15, 30))
     bench.run()
@@ -224,7 +243,7 @@ def test_a_failing_step_ends_its_own_requests_and_no_other():
     bench.run()
     assert bench.reasons == {"r-0": "error", "r-1": "length"}
     assert bench.tokens["r-1"] == expected_output([1, 2], 3, frozenset())
-    assert bench.blocks.held_blocks == 0
+    assert bench.blocks.held_units == 0
 
 
 def test_an_aborted_request_returns_its_blocks_at_once():
@@ -232,9 +251,9 @@ def test_an_aborted_request_returns_its_blocks_at_once():
     bench.engine.add(request("r-0", [1] * 20, 30))
     bench.step()
     bench.step()
-    assert bench.blocks.held_blocks > 0
+    assert bench.blocks.held_units > 0
     bench.take(bench.engine.abort(["r-0", "never-heard-of"]))
-    assert bench.blocks.held_blocks == 0
+    assert bench.blocks.held_units == 0
     bench.run()
     assert bench.reasons == {"r-0": "abort"}
 
@@ -246,7 +265,7 @@ def test_an_id_that_one_abort_names_twice_ends_its_request_once():
     outputs = bench.engine.abort(["r-0", "r-0"])
     assert [output.request_id for output in outputs] == ["r-0"]
     bench.run()
-    assert bench.blocks.held_blocks == 0
+    assert bench.blocks.held_units == 0
 
 
 @pytest.mark.parametrize(
