@@ -143,14 +143,26 @@ def test_a_prompt_that_cannot_be_leased_in_full_is_admitted_where_others_end_fir
 
 
 def test_an_owner_gets_its_units_back_from_a_borrower_that_was_expected_to_end():
-    chosen = scheduler(blocks=12, budget=100, slots=4)
-    chosen.add(sequence(0, 8, output=72))  # 10 units
-    chosen.schedule()
+    chosen = scheduler(blocks=12, budget=100)
+    owner, borrower = sequence(0, 8, output=72), sequence(1, 16, output=60)
+    chosen.add(owner)
+    settle(chosen, chosen.schedule())
     for _ in range(20):
         chosen.answers.observe(2)
-    chosen.add(sequence(1, 16, output=80))
-    chosen.schedule()
-    assert [s.request_id for s in chosen.running] == ["s0", "s1"]
+    chosen.add(borrower)
+    lent = 0
+    for _ in range(71):  # the owner gets its token in every step
+        step = chosen.schedule()
+        assert step.chunks[0].sequence is owner
+        lent = max(lent, chosen.blocks.lent_units)
+        settle(chosen, step)
+        chosen.blocks.check_integrity()
+    assert owner.status is Status.FINISHED
+    assert owner.preemptions == 0
+    assert lent >= 5
+    assert borrower.preemptions == chosen.returns_total == chosen.preemptions_total == 1
+    run(chosen)
+    assert borrower.num_output == 60
 
 
 def test_a_prompts_chunk_is_cut_to_what_is_available_before_anybody_goes():
