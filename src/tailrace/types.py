@@ -150,7 +150,7 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True):
     prefix_query_tokens_total: int = 0
     preemptions_total: int = 0
     returns_total: int = 0
-    """Preemptions of borrowers whose lender needed its blocks; the rest had outgrown their lease."""
+    """Preemptions of borrowers whose lender needed its blocks; others had outgrown their lease."""
     lent_blocks_total: int = 0
     evictions_total: int = 0
     """Cached blocks given to another text."""

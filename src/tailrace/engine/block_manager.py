@@ -1,7 +1,7 @@
 """Owns the KV units: who holds which, what can be reused, what goes first when space runs out.
 
-A unit is the piece that the kernels address (8 tokens by default); a block is an aligned run of 1, 2
-or 4 units. Tables list units, so one kernel serves every size.
+A unit is the piece that the kernels address (8 tokens by default); a block is an aligned run of 1,
+2 or 4 units. Tables list units, so one kernel serves every size.
 
 Rules:
 1. A unit is free, held by one or more tables, set aside ahead for one table, or idle in the prefix
@@ -373,6 +373,7 @@ class BlockManager:
         held = Counter(unit for table in self._tables.values() for unit in table.units)
         ahead = [unit for table in self._tables.values() for unit in table.ahead]
         idle = [] if self._cache is None else list(self._cache.idle_units())
+        resting = set(idle)
         places = Counter([*self._pool.free_units(), *ahead, *idle, *held])
         for unit in range(self.num_units):
             if places.pop(unit, 0) != 1:
@@ -383,9 +384,9 @@ class BlockManager:
                 raise IntegrityError(
                     f"unit {unit}: {self._holders[unit]} holders noted, {held[unit]} found"
                 )
-            if self._cache is not None and unit in self._cache:
-                if not held[unit] and not self._cache.is_idle(unit):
-                    raise IntegrityError(f"unit {unit} is cached, but neither held nor idle")
+            known = self._cache is not None and unit in self._cache
+            if known and not held[unit] and unit not in resting:
+                raise IntegrityError(f"unit {unit} is cached, but neither held nor idle")
         if places:
             raise IntegrityError(f"units {sorted(places)} are none of the pool's")
         self._check_counts(held.total(), len(ahead))
@@ -428,10 +429,10 @@ class BlockManager:
     def _extend(self, table: Table, missing: int) -> None:
         """Append units, a run at a time; the rest of the last run is set aside ahead.
 
-            units    [ 16 17 18 19 | 40 41          needs 1 more
-            ahead                          43 42    takes 42 and keeps 43
-                                                    none left: an aligned run of 4, as long as the
-                                                    lease promises more, else just what is needed
+        units    [ 16 17 18 19 | 40 41          needs 1 more
+        ahead                          43 42    takes 42 and keeps 43
+                                                none left: an aligned run of 4, as long as the
+                                                lease promises more, else just what is needed
         """
         units, ahead, holders = table.units, table.ahead, self._holders
         while missing > 0:

@@ -1,15 +1,15 @@
 """What sequences are promised of the pool before they need it, and who lives on whose promise.
 
 Rules:
-1. A lease is a number of units, not their places: nothing is kept from use for tokens that may never
-   come, and a written unit is never moved to keep a promise.
+1. A lease is a number of units, not their places: nothing is kept from use for tokens that may
+   never come, and a written unit is never moved to keep a promise.
 2. Nothing is promised twice: surplus = available + lent - claims, and it is never below 0.
 3. Whoever takes a unit uses its own claim first, then the surplus; what is left it borrows from the
    claims of all others, and the unit counts as lent until it is paid for.
 4. So an owner (claim > 0) that finds no unit available has a borrower to get one back from: by rule
    2, nothing available and something claimed means something lent.
-5. Whatever becomes free pays debts first, then fills leases that fell short, in the order of coming.
-   New leases are cut from what remains; so there is no surplus while anybody is short.
+5. Whatever becomes free pays debts first, then fills leases that fell short, in the order of
+   coming. New leases are cut from what remains; so there is no surplus while anybody is short.
 
     of one sequence's units     becomes      when
     short (wished for)          claim        something was given back (rule 5)
@@ -130,8 +130,8 @@ class Leases:
             lent                      .                  held by borrowers: not available
             surplus                   |-------| -> debts, then short leases, oldest account first
 
-        A borrower whose units live on in another's table leaves less than it owed. Then the youngest
-        claims are cut, so that rule 2 holds; their holders are short again.
+        A borrower whose units live on in another's table leaves less than it owed. Then the
+        youngest claims are cut, so that rule 2 holds; their holders are short again.
         """
         surplus = self.surplus(available)
         if surplus < 0:

@@ -5,13 +5,13 @@ Rules, in this order:
 2. Decodes come first, one token each, so that no prompt can starve a running stream.
 3. What the budget leaves goes to prefills in order (priority, then age): first those under way,
    then new ones. Several may be mid-prefill at once.
-4. A waiting sequence is admitted where a slot is free, its whole prompt fits what is available now,
-   and its expected length can be leased; or, on borrowed units, where the pool is not forecast to
-   overflow before somebody ends. Who was preempted once is admitted on a full lease only.
+4. A waiting sequence is admitted where a slot is free, its whole prompt fits what is available
+   now, and its expected length can be leased; or, on borrowed units, where the pool is not forecast
+   to overflow before somebody ends. Who was preempted once is admitted on a full lease only.
 5. Out of units, a sequence inside its lease gets them back from the youngest borrower, which is
-   preempted (recomputed later). One beyond its lease can preempt only borrowers younger than itself,
-   else it is the one to go. So nobody is preempted inside a full lease, and each preemption at least
-   doubles the lease: everybody ends.
+   preempted (recomputed later). One beyond its lease can preempt only borrowers younger than
+   itself, else it is the one to go. So nobody is preempted inside a full lease, and each preemption
+   at least doubles the lease: everybody ends.
 6. A prompt's chunk is cut to what is available before anybody is preempted for it.
 7. Nobody is admitted in a step that preempted somebody.
 8. A preempted sequence whose last token is still in flight waits until that token is known.
@@ -95,7 +95,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.preemptions_total = 0
         self.returns_total = 0
-        """Preemptions that gave lent units back to an owner; the others had outgrown their lease."""
+        """Preemptions that gave lent units back to an owner; others had outgrown their lease."""
         self.answers = AnswerLengths()
         self._free_slots = list(range(max_batch_size - 1, -1, -1))
         self._released: list[int] = []
@@ -173,10 +173,10 @@ class Scheduler:
     def _grow(self, step: Step, sequence: Sequence, table: Table, end: int) -> int:
         """Make room up to `end`; return where there is room to, or 0: `sequence` was preempted.
 
-            missing     |==========|=========|       units of this chunk
-                          its claim  beyond it
-            available   |=======|                    short of its claim: a borrower must go
-            available   |==============|             else a prompt's chunk is cut to this
+        missing     |==========|=========|       units of this chunk
+                      its claim  beyond it
+        available   |=======|                    short of its claim: a borrower must go
+        available   |==============|             else a prompt's chunk is cut to this
         """
         blocks = self.blocks
         if not table.lease.wanted and sequence.uncomputed == 1:

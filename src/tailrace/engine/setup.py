@@ -228,7 +228,7 @@ def ready(
         vocab_size=loaded.model.config.vocab_size,
         eos_token_ids=sorted(engine.eos_token_ids),
         total_blocks=loaded.blocks.num_units,
-        block_size=loaded.blocks.unit_tokens,
+        block_size=config.kv_unit_tokens,
         device=loaded.device,
         load_s=load_s,
         warmup_s=warmup_s,

@@ -1,7 +1,8 @@
 """The free units of the KV pool, handed out as aligned runs of 1, 2 or 4.
 
-Four neighbours are a group, and its free units are four bits; so a buddy is found, split and joined
-again by looking the bits up in a table. Groups with a free unit are linked by their longest free run:
+Four neighbours are a group, and its free units are four bits; so a buddy is found, split and
+joined again by looking the bits up in a table. Groups with a free unit are linked by their longest
+free run:
 
     bits of a group    0000     0101     0111     1111
     longest run           -        1        2        4     a list for each; 0000 is in none
