@@ -32,7 +32,8 @@ def test_an_unknown_setting_is_named_with_the_nearest_known_one(tmp_path, source
 
 
 def test_the_block_size_is_a_unit_or_a_mix_of_sizes_over_the_smallest():
-    auto, fixed = load({}, environ={}).engine, load({}, environ={"TAILRACE_BLOCK_SIZE": "32"}).engine
+    auto = load({}, environ={}).engine
+    fixed = load({}, environ={"TAILRACE_BLOCK_SIZE": "32"}).engine
     assert (auto.kv_unit_tokens, auto.mixes_block_sizes) == (8, True)
     assert (fixed.kv_unit_tokens, fixed.mixes_block_sizes) == (32, False)
     assert load({"block_size": 16}, environ={}).engine.kv_unit_tokens == 16

@@ -296,13 +296,13 @@ def test_long_sequences_take_32s_and_short_ones_8s():
     assert long.quads == 18
     assert len(long.units) == 75
     assert len(long.ahead) == 1
-    assert blocks.runs_total == [3, 0, 19]
+    assert blocks.runs_total == (3, 0, 19)
     assert blocks.wide_share == 72 / 78
     assert blocks.held_units == 78  # a unit ahead is available to all
     before = list(long.units)
     blocks.grow(long, 608)
     assert long.units == [*before, before[-1] + 1]
-    assert blocks.runs_total == [3, 0, 19]
+    assert blocks.runs_total == (3, 0, 19)
 
 
 def test_blocks_of_one_size_are_single_units():
@@ -310,7 +310,7 @@ def test_blocks_of_one_size_are_single_units():
     table = blocks.open("a", [2] * 1000, "", 2000)
     blocks.grow(table, 1000)
     assert not table.ahead
-    assert blocks.runs_total == [63, 0, 0]
+    assert blocks.runs_total == (63, 0, 0)
 
 
 def test_units_set_aside_are_lent_from_the_far_end_and_equal_ones_come_back():

@@ -107,8 +107,7 @@ class BlockManager:
         self.hit_tokens_total = 0
         self.query_tokens_total = 0
         self.evictions_total = 0
-        self.runs_total = [0, 0, 0]
-        """Runs ever taken, by log2 of their units."""
+        self._runs = [0, 0, 0]
         self.closings = 0
         """Grows whenever something was given back."""
         self._pool = UnitPool(num_units)
@@ -164,6 +163,12 @@ class BlockManager:
     def lent_units_total(self) -> int:
         """Units ever lent."""
         return self._leases.lent_total
+
+    @property
+    def runs_total(self) -> tuple[int, int, int]:
+        """Runs of 1, 2 and 4 units ever taken."""
+        single, pair, quad = self._runs
+        return single, pair, quad
 
     @property
     def wide_share(self) -> float:
@@ -459,10 +464,10 @@ class BlockManager:
                 table.ahead.extend(range(first + length - 1, first, -1))
                 self._ahead_units += length - 1
                 self._spare[table.seq_id] = table
-                self.runs_total[order] += 1
+                self._runs[order] += 1
                 return first
             order -= 1
-        self.runs_total[0] += 1
+        self._runs[0] += 1
         return self._take_one()
 
     def _take_one(self) -> int:

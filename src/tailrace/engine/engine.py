@@ -158,7 +158,7 @@ class Engine:
             returns_total=self.scheduler.returns_total,
             lent_blocks_total=blocks.lent_units_total,
             evictions_total=blocks.evictions_total,
-            runs_total=tuple(blocks.runs_total),
+            runs_total=blocks.runs_total,
             steps_total=count.steps,
             step_time_s=count.step_time_s,
             step_tokens=count.step_tokens,

@@ -1,8 +1,9 @@
 """Which units hold which text, and which of them goes first.
 
 A key is the unit before (the salt, for the first one) and the tokens of the unit itself, compared
-in full: equal keys are equal text by construction, not by a hash's good luck. "The unit before" is the
-serial number of its entry, never used twice, so nothing follows a unit that was evicted and reused.
+in full: equal keys are equal text by construction, not by a hash's good luck. "The unit before" is
+the serial number of its entry, never used twice, so nothing follows a unit that was evicted and
+reused.
 
     salt --[t0..t7]--> entry 4, unit 17 --[t8..t15]--> entry 9, unit 3
                                         --[t8'..]----> entry 12, unit 40
