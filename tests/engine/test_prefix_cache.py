@@ -7,7 +7,7 @@ SIZE = 4
 
 
 def fill(cache: PrefixCache, tokens: list[int], units: list[int], salt: str = "") -> None:
-    parent = salt
+    parent = cache.root(salt)
     for index, unit in enumerate(units):
         parent = cache.add(parent, tokens[index * SIZE : (index + 1) * SIZE], unit)
 
@@ -26,14 +26,22 @@ def test_the_longest_known_prefix_is_found_but_never_the_whole_prompt():
 def test_a_salt_that_looks_like_an_entry_is_still_a_salt():
     cache = PrefixCache(SIZE)
     fill(cache, list(range(8)), [0, 1])
-    assert cache.find([*range(4, 8), 0], "1")[0] == []
+    for salt in ("1", "\0\0\0\0\0\0\0\1", "e\0\0\0\0\0\0\0\1"):
+        assert cache.find([*range(4, 8), 0], salt)[0] == []
+
+
+def test_the_end_of_a_salt_is_not_taken_for_tokens():
+    cache = PrefixCache(SIZE)
+    fill(cache, [1, 2, 3, 4], [0], salt="a")
+    text = bytes([1, 0, 0, 0]).decode()
+    assert cache.find([2, 3, 4, 0, 0], "a" + text)[0] == []
 
 
 def test_the_second_unit_of_one_text_stays_unknown_and_what_follows_it_is_found():
     cache = PrefixCache(SIZE)
     tokens = list(range(9))
     fill(cache, tokens, [0])
-    parent = cache.add("", tokens[:4], 7)
+    parent = cache.add(cache.root(""), tokens[:4], 7)
     assert 7 not in cache
     cache.add(parent, tokens[4:8], 8)
     assert cache.find(tokens, "")[0] == [0, 8]
@@ -81,8 +89,8 @@ def test_a_forgotten_unit_is_neither_found_nor_idle():
     [
         lambda c: c._found.clear(),
         lambda c: c._keys.pop(0),
-        lambda c: c._serials.pop(0),
-        lambda c: c._serials.__setitem__(0, c._serials[1]),
+        lambda c: c._entries.pop(0),
+        lambda c: c._entries.__setitem__(0, c._entries[1]),
         lambda c: c._idle.__setitem__(17, None),
     ],
 )

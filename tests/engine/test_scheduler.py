@@ -126,14 +126,14 @@ def test_nobody_is_admitted_in_a_step_that_preempts():
 
 
 def test_a_prompt_that_cannot_be_leased_in_full_is_admitted_where_others_end_first():
-    # Pool 20. s0 is leased 8 + 64 tokens, 9 units; s1 and s2 8 + 24, 4 units each.
+    # s0 is leased 8 + 64 tokens, 9 units; s1 8 + 8, 2 units.
     chosen = scheduler(blocks=20, budget=100, slots=8)
-    for index, output in enumerate([64, 24, 24]):
+    for index, output in enumerate([64, 8]):
         chosen.add(sequence(index, 8, output=output))
     chosen.schedule()
-    assert chosen.blocks.unclaimed_units == 3
-    # 8 + 24 more need 4 units at the end; by then s1 and s2 have ended, and s0 is far from its end.
-    chosen.add(sequence(3, 8, output=24))
+    assert chosen.blocks.unclaimed_units == 9
+    # 46 + 30 more would fill 10; but they are gone again before s0 is half through.
+    chosen.add(sequence(3, 46, output=30))
     step = chosen.schedule()
     assert [s.request_id for s in step.admitted] == ["s3"]
     assert chosen.blocks.unclaimed_units == 0
@@ -143,7 +143,7 @@ def test_a_prompt_that_cannot_be_leased_in_full_is_admitted_where_others_end_fir
 
 
 def test_an_owner_gets_its_units_back_from_a_borrower_that_was_expected_to_end():
-    chosen = scheduler(blocks=12, budget=100)
+    chosen = scheduler(blocks=14, budget=100)
     owner, borrower = sequence(0, 8, output=72), sequence(1, 20, output=60)
     chosen.add(owner)
     settle(chosen, chosen.schedule())

@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tailrace.engine.leases import Lease, Leases
-from tailrace.engine.prefix_cache import Parent, PrefixCache
+from tailrace.engine.prefix_cache import PrefixCache
 from tailrace.engine.unit_pool import GROUP, NONE, UnitPool
 from tailrace.errors import EngineError, IntegrityError
 
@@ -68,7 +68,7 @@ class Table:
     """`commit` has nothing to do before so many tokens are computed."""
     known: int = 0
     """Leading units whose text went through the prefix cache."""
-    parent: Parent = ""
+    parent: bytes = b""
     """The entry of the last of those."""
     order: int = 0
     """Log2 of the runs to take."""
@@ -120,14 +120,10 @@ class BlockManager:
         self._ahead_units = 0
         self._entries = 0
         self._quads = 0
+        self.available_units = num_units
+        """Units that could be handed out now: free, idle in the cache, or set aside ahead."""
 
     # What there is
-
-    @property
-    def available_units(self) -> int:
-        """Units that could be handed out now: free, idle in the cache, or set aside ahead."""
-        idle = self._cache.idle if self._cache is not None else 0
-        return self._pool.free + idle + self._ahead_units
 
     @property
     def held_units(self) -> int:
@@ -224,7 +220,7 @@ class BlockManager:
         if seq_id in self._tables:
             raise EngineError(f"sequence {seq_id} holds units already")
         self.release(seq_id)
-        table = Table(seq_id, self._leases.open(seq_id), parent=salt)
+        table = Table(seq_id, self._leases.open(seq_id))
         if self._cache is not None:
             self._take_prefix(table, token_ids, salt)
             table.commit_at = (table.known + 1) * self.unit_tokens
@@ -257,12 +253,16 @@ class BlockManager:
         missing = -(-num_tokens // self.unit_tokens) - len(units)
         if missing <= 0:
             return
+        if missing == 1 and table.ahead and table.lease.claim:
+            self._take_next(table)
+            return
         available = self.available_units
         if missing > available:
             raise EngineError(
                 f"sequence {table.seq_id} needs {missing} more units, {available} are available"
             )
         self._leases.spend(table.lease, missing, available)
+        self.available_units -= missing
         before = len(units)
         self._extend(table, missing)
         table.capacity = len(units) * self.unit_tokens
@@ -322,11 +322,13 @@ class BlockManager:
         if self._tables.pop(table.seq_id, None) is not table:
             raise EngineError(f"sequence {table.seq_id} holds no units")
         cache, holders, pool = self._cache, self._holders, self._pool
+        freed = 0
         for unit in reversed(table.units):
             if forget and cache is not None:
                 cache.forget(unit)
             holders[unit] -= 1
             if holders[unit] == 0:
+                freed += 1
                 if cache is not None and unit in cache:
                     cache.rest(unit)
                 else:
@@ -334,6 +336,7 @@ class BlockManager:
         pool.give_all(table.ahead)
         self._ahead_units -= len(table.ahead)
         self._spare.pop(table.seq_id, None)
+        self.available_units += freed
         self._entries -= len(table.units)
         self._quads -= table.quads
         self._leases.close(table.lease)
@@ -397,6 +400,9 @@ class BlockManager:
         self._check_counts(held.total(), len(ahead))
 
     def _check_counts(self, entries: int, ahead: int) -> None:
+        idle = self._cache.idle if self._cache is not None else 0
+        if self.available_units != self._pool.free + idle + ahead:
+            raise IntegrityError("the available units are miscounted")
         if self._ahead_units != ahead or self._entries != entries:
             raise IntegrityError("units ahead, or entries of tables, are miscounted")
         spare = {seq_id for seq_id, table in self._tables.items() if table.ahead}
@@ -419,6 +425,7 @@ class BlockManager:
         units, table.parent = cache.find(token_ids, salt)
         idle = sum(map(cache.is_idle, units))
         self._leases.spend(table.lease, idle, self.available_units)
+        self.available_units -= idle
         for unit in units:
             cache.wake(unit)
             self._holders[unit] += 1
@@ -430,6 +437,22 @@ class BlockManager:
         self._count_quads(table, 0)
         self.query_tokens_total += len(token_ids)
         self.hit_tokens_total += table.cached_tokens
+
+    def _take_next(self, table: Table) -> None:
+        """Move the unit next to the table's last one into it: the usual step of a long answer."""
+        table.lease.claim -= 1
+        self._leases.claims -= 1
+        unit = table.ahead.pop()
+        if not table.ahead:
+            del self._spare[table.seq_id]
+        table.units.append(unit)
+        table.capacity += self.unit_tokens
+        self._holders[unit] = 1
+        self._ahead_units -= 1
+        self.available_units -= 1
+        self._entries += 1
+        if len(table.units) & 3 == 0:
+            self._count_quads(table, len(table.units) - 4)
 
     def _extend(self, table: Table, missing: int) -> None:
         """Append units, a run at a time; the rest of the last run is set aside ahead.

@@ -34,6 +34,9 @@ from tailrace.errors import EngineError
 if TYPE_CHECKING:
     from tailrace.engine.block_manager import BlockManager, Table
 
+# More costs concurrency, less costs preemptions: docs/performance.md, "The block manager".
+_MARGIN_UNITS = 2
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -273,8 +276,8 @@ class Scheduler:
 
     @property
     def _usable_units(self) -> int:
-        """Units that forecasts may fill: guesses are off by a little, so a hundredth stays free."""
-        return self.blocks.num_units - self.blocks.num_units // 100
+        """Units that forecasts may fill: each runner may be off by a little."""
+        return self.blocks.num_units - _MARGIN_UNITS * len(self.running)
 
     def _forecast(self, newcomer: tuple[int, int]) -> float:
         """Units that will be held at the fullest moment, with a newcomer."""
