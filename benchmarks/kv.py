@@ -348,8 +348,9 @@ def decode_steps(
             tokens.append(7)
             lengths[i] += 1
         started = time.thread_time()
+        blocks.advance([t for (t, _), n in zip(tables, lengths, strict=True) if n > t.capacity])
         for (table, _), end in zip(tables, lengths, strict=True):
-            if end > table.capacity and blocks.can_grow(table, end):
+            if end > table.capacity:
                 blocks.grow(table, end)
         for (table, tokens), end in zip(tables, lengths, strict=True):
             if end >= table.commit_at:

@@ -119,6 +119,19 @@ class Machine(RuleBasedStateMachine):
         sequence.units = table.units[: len(sequence.units)] + table.units[len(sequence.units) :]
         return True
 
+    @rule()
+    def advance(self):
+        """Each gets one unit where its lease promises one; nobody borrows or loses anything."""
+        before = {name: list(s.table.units) for name, s in self.open_.items()}
+        claims = {name: s.table.lease.claim for name, s in self.open_.items()}
+        lent = self.blocks.lent_units
+        self.blocks.advance([s.table for s in self.open_.values()])
+        assert self.blocks.lent_units == lent
+        for name, sequence in self.open_.items():
+            units, taken = sequence.table.units, claims[name] - sequence.table.lease.claim
+            assert len(units) - len(before[name]) == taken <= min(1, claims[name])
+            sequence.units = before[name] + units[len(before[name]) :]
+
     @rule(name=names, tokens=st.integers(0, 24))
     def expect(self, name, tokens):
         self.blocks.expect(self.open_[name].table, tokens)
@@ -374,7 +387,7 @@ def test_wrong_use_is_an_error_that_names_the_sequence():
         lambda b, t: b._pool.give(t.units[0]),
         lambda b, t: b._pool.take(0),
         lambda b, t: b._holders.__setitem__(t.units[0], 2),
-        lambda b, t: b._cache._keys.clear(),
+        lambda b, t: b._cache._keys.__setitem__(t.units[0], b""),
         lambda b, t: b._cache.rest(t.units[0]),
         lambda b, t: b._cache.rest(b._pool.take(0)),
         lambda b, t: t.units.append(t.units[0]),

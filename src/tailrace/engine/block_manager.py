@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tailrace.engine.leases import Lease, Leases
-from tailrace.engine.prefix_cache import PrefixCache
+from tailrace.engine.prefix_cache import Parent, PrefixCache
 from tailrace.engine.unit_pool import GROUP, NONE, UnitPool
 from tailrace.errors import EngineError, IntegrityError
 
@@ -68,7 +68,7 @@ class Table:
     """`commit` has nothing to do before so many tokens are computed."""
     known: int = 0
     """Leading units whose text went through the prefix cache."""
-    parent: bytes = b""
+    parent: Parent = ""
     """The entry of the last of those."""
     order: int = 0
     """Log2 of the runs to take."""
@@ -111,7 +111,7 @@ class BlockManager:
         self.closings = 0
         """Grows whenever something was given back."""
         self._pool = UnitPool(num_units)
-        self._cache = PrefixCache(unit_tokens) if prefix_cache else None
+        self._cache = PrefixCache(num_units, unit_tokens) if prefix_cache else None
         self._holders = array("i", bytes(4 * num_units))
         self._tables: dict[str, Table] = {}
         self._leases = Leases()
@@ -220,7 +220,7 @@ class BlockManager:
         if seq_id in self._tables:
             raise EngineError(f"sequence {seq_id} holds units already")
         self.release(seq_id)
-        table = Table(seq_id, self._leases.open(seq_id))
+        table = Table(seq_id, self._leases.open(seq_id), parent=salt)
         if self._cache is not None:
             self._take_prefix(table, token_ids, salt)
             table.commit_at = (table.known + 1) * self.unit_tokens
@@ -253,9 +253,6 @@ class BlockManager:
         missing = -(-num_tokens // self.unit_tokens) - len(units)
         if missing <= 0:
             return
-        if missing == 1 and table.ahead and table.lease.claim:
-            self._take_next(table)
-            return
         available = self.available_units
         if missing > available:
             raise EngineError(
@@ -269,6 +266,44 @@ class BlockManager:
         self._entries += missing
         if before + missing >= (before | 3) + 1:
             self._count_quads(table, before)
+
+    def advance(self, tables: Iterable[Table]) -> None:
+        """Give each table its next unit if its lease promises one and none must be lent for it.
+
+        A step of decodes asks for a hundred tables at once, so this is `grow` by one unit, without
+        the cases that are rare; tables it leaves as they are need `grow`.
+        """
+        taken = 0
+        holders, spare, pool, unit_tokens = self._holders, self._spare, self._pool, self.unit_tokens
+        for table in tables:
+            ahead, lease, units = table.ahead, table.lease, table.units
+            if not lease.claim:
+                continue
+            if ahead:
+                unit = ahead.pop()
+                self._ahead_units -= 1
+                if not ahead:
+                    del spare[table.seq_id]
+            elif table.order == 2 and not len(units) & 3 and (unit := pool.take(2)) != NONE:
+                ahead += (unit + 3, unit + 2, unit + 1)
+                self._ahead_units += 3
+                self._runs[2] += 1
+                spare[table.seq_id] = table
+            else:
+                continue
+            lease.claim -= 1
+            taken += 1
+            holders[unit] = 1
+            units.append(unit)
+            table.capacity += unit_tokens
+            first = unit - 3
+            if not first & 3 and not len(units) & 3:
+                is_quad = units[-4:] == [first, first + 1, first + 2, unit]
+                table.quads += is_quad
+                self._quads += is_quad
+        self._leases.claims -= taken
+        self.available_units -= taken
+        self._entries += taken
 
     def table(self, seq_id: str) -> list[int]:
         """Return the sequence's units: the live list, not to be changed.
@@ -294,7 +329,7 @@ class BlockManager:
         Raises:
             EngineError: More is computed than tokens are known or units held.
         """
-        if num_computed > min(len(token_ids), table.capacity):
+        if num_computed > table.capacity or num_computed > len(token_ids):
             raise EngineError(
                 f"sequence {table.seq_id}: {num_computed} tokens computed, but {len(token_ids)} "
                 f"known and units for {table.capacity} held"
@@ -302,12 +337,13 @@ class BlockManager:
         cache, size = self._cache, self.unit_tokens
         if cache is None:
             return
-        for index in range(table.known, num_computed // size):
-            start = index * size
-            text = token_ids[start : start + size]
-            table.parent = cache.add(table.parent, text, table.units[index])
-            table.known = index + 1
-        table.commit_at = (table.known + 1) * size
+        start, parent = table.known * size, table.parent
+        while (end := start + size) <= num_computed:
+            parent = cache.add(parent, token_ids[start:end], table.units[table.known])
+            table.known += 1
+            start = end
+        table.parent = parent
+        table.commit_at = end
 
     def close(self, table: Table, *, forget: bool = False) -> None:
         """Give back what a sequence holds and is promised.
@@ -437,22 +473,6 @@ class BlockManager:
         self._count_quads(table, 0)
         self.query_tokens_total += len(token_ids)
         self.hit_tokens_total += table.cached_tokens
-
-    def _take_next(self, table: Table) -> None:
-        """Move the unit next to the table's last one into it: the usual step of a long answer."""
-        table.lease.claim -= 1
-        self._leases.claims -= 1
-        unit = table.ahead.pop()
-        if not table.ahead:
-            del self._spare[table.seq_id]
-        table.units.append(unit)
-        table.capacity += self.unit_tokens
-        self._holders[unit] = 1
-        self._ahead_units -= 1
-        self.available_units -= 1
-        self._entries += 1
-        if len(table.units) & 3 == 0:
-            self._count_quads(table, len(table.units) - 4)
 
     def _extend(self, table: Table, missing: int) -> None:
         """Append units, a run at a time; the rest of the last run is set aside ahead.

@@ -23,32 +23,34 @@ from tailrace.errors import IntegrityError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-# The first byte keeps salts and serial numbers apart; the tokens' length is fixed.
-_SALT, _SERIAL = b"s", b"e"
+Parent = int | str
+"""The serial number of an entry, or the salt."""
 
 
 class PrefixCache:
     """Finds full units by their text; knows which are idle, and for how long.
 
     Args:
+        num_units: Units of the pool.
         unit_tokens: Tokens of a unit.
     """
 
-    def __init__(self, unit_tokens: int) -> None:
+    def __init__(self, num_units: int, unit_tokens: int) -> None:
         self.unit_tokens = unit_tokens
-        self._pack = struct.Struct(f"<{unit_tokens}I").pack
+        self._pack = struct.Struct(f"<Q{unit_tokens}I").pack
         self._found: dict[bytes, int] = {}
-        self._keys: dict[int, bytes] = {}
-        self._entries: dict[int, bytes] = {}
+        # By unit; empty where it is not known.
+        self._keys = [b""] * num_units
+        self._entries = [0] * num_units
         self._last_serial = 0
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
         """Units that can be found."""
-        return len(self._keys)
+        return len(self._found)
 
     def __contains__(self, unit: int) -> bool:
-        return unit in self._keys
+        return bool(self._keys[unit])
 
     @property
     def idle(self) -> int:
@@ -63,47 +65,42 @@ class PrefixCache:
         """Units that nobody holds, the longest idle first."""
         return iter(self._idle)
 
-    @staticmethod
-    def root(salt: str) -> bytes:
-        """What a text's first unit follows."""
-        return _SALT + salt.encode()
-
-    def find(self, token_ids: Sequence[int], salt: str) -> tuple[list[int], bytes]:
+    def find(self, token_ids: Sequence[int], salt: str) -> tuple[list[int], Parent]:
         """Return the units of the longest known prefix that leaves a token, and their last entry.
 
         The last token of a prompt must be computed, to have logits.
         """
         units: list[int] = []
-        parent = self.root(salt)
+        parent: Parent = salt
         if not self._found:
             return units, parent
-        size, pack, found = self.unit_tokens, self._pack, self._found
+        size, found = self.unit_tokens, self._found
         for start in range(0, (len(token_ids) - 1) // size * size, size):
-            unit = found.get(parent + pack(*token_ids[start : start + size]))
+            unit = found.get(self._key(parent, token_ids[start : start + size]))
             if unit is None:
                 break
             units.append(unit)
             parent = self._entries[unit]
         return units, parent
 
-    def add(self, parent: bytes, token_ids: Sequence[int], unit: int) -> bytes:
+    def add(self, parent: Parent, token_ids: Sequence[int], unit: int) -> int:
         """Make a full unit known; return its entry, or that of the unit with the same text."""
-        key = parent + self._pack(*token_ids)
+        key = self._key(parent, token_ids)
         known = self._found.get(key)
         if known is not None:
             return self._entries[known]
         self._last_serial += 1
         self._found[key] = unit
         self._keys[unit] = key
-        entry = self._entries[unit] = _SERIAL + self._last_serial.to_bytes(8)
-        return entry
+        self._entries[unit] = self._last_serial
+        return self._last_serial
 
     def forget(self, unit: int) -> None:
         """Make a unit unknown, if it was known."""
-        key = self._keys.pop(unit, None)
-        if key is not None:
+        key = self._keys[unit]
+        if key:
             del self._found[key]
-            del self._entries[unit]
+            self._keys[unit], self._entries[unit] = b"", 0
             self._idle.pop(unit, None)
 
     def rest(self, unit: int) -> None:
@@ -120,9 +117,16 @@ class PrefixCache:
     def evict(self) -> int:
         """Forget the unit that has been idle longest, and return it."""
         unit, _ = self._idle.popitem(last=False)
-        del self._found[self._keys.pop(unit)]
-        del self._entries[unit]
+        del self._found[self._keys[unit]]
+        self._keys[unit], self._entries[unit] = b"", 0
         return unit
+
+    def _key(self, parent: Parent, token_ids: Sequence[int]) -> bytes:
+        # Unlike for each parent: only keys under the empty salt are as short as those of entries,
+        # and no entry has number 0.
+        if isinstance(parent, str):
+            return parent.encode() + self._pack(0, *token_ids)
+        return self._pack(parent, *token_ids)
 
     def check_integrity(self) -> None:
         """Verify that the maps agree.
@@ -130,11 +134,13 @@ class PrefixCache:
         Raises:
             IntegrityError: They do not.
         """
-        if self._found != {key: unit for unit, key in self._keys.items()}:
+        known = {unit: key for unit, key in enumerate(self._keys) if key}
+        if self._found != {key: unit for unit, key in known.items()}:
             raise IntegrityError("keys and cached units disagree")
-        if self._entries.keys() != self._keys.keys():
+        entries = {unit: entry for unit, entry in enumerate(self._entries) if entry}
+        if entries.keys() != known.keys():
             raise IntegrityError("entries and cached units disagree")
-        if self._idle.keys() - self._keys.keys():
+        if self._idle.keys() - known.keys():
             raise IntegrityError("an idle unit is not in the prefix cache")
-        if len(set(self._entries.values())) != len(self._entries):
+        if len(set(entries.values())) != len(entries):
             raise IntegrityError("two entries of the prefix cache have one serial number")

@@ -32,6 +32,8 @@ from tailrace.engine.sequence import NO_SLOT, Sequence, Status
 from tailrace.errors import EngineError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from tailrace.engine.block_manager import BlockManager, Table
 
 # More costs concurrency, less costs preemptions: docs/performance.md, "The block manager".
@@ -132,6 +134,7 @@ class Scheduler:
     def schedule(self) -> Step:
         """Choose the next step's chunks; empty chunks mean that there is nothing to do now."""
         step = Step()
+        self.blocks.advance(self._at_the_end())
         for decodes in (True, False):
             # A copy: preemption shortens the list from its young end.
             for sequence in list(self.running):
@@ -143,6 +146,13 @@ class Scheduler:
             step.released, self._released = self._released, []
         self._note_issued(step)
         return step
+
+    def _at_the_end(self) -> Iterable[Table]:
+        """Tables without room for the next token."""
+        for sequence in self.running:
+            table = sequence.kv
+            if table is not None and sequence.num_computed >= table.capacity:
+                yield table
 
     def commit(self, chunk: Chunk) -> None:
         """Note that a chunk has run: its full blocks become findable in the prefix cache."""

@@ -86,6 +86,12 @@ class UnitPool:
                 break
         else:
             return NONE
+        if order == 2:  # the whole group
+            self._masks[group] = 0
+            after = self._next[head] = self._next[group]
+            self._previous[after] = head
+            self.free -= GROUP
+            return group * GROUP
         mask = self._masks[group]
         bits = _CUTS[order][mask]
         self._change(group, mask, mask ^ bits)
