@@ -3,12 +3,12 @@
     python benchmarks/kv.py replay [--traces FOLDER] [--requests 600]
     python benchmarks/kv.py speed [--units 1000000] [--sequences 512]
 
-`replay` runs backlogs of requests through the scheduler and the manager, a virtual step after the
-other: all requests wait from the start (arrival times are left out), a step computes up to 2048
+`replay` runs backlogs of requests through the scheduler and the manager, one virtual step after
+another: all requests wait from the start (arrival times are left out), a step computes up to 2048
 tokens, and an answer ends where the trace says, which only the driver knows. Compared at equal pools:
 
     tailrace   units of 8, blocks of 8/16/32, leases of the expected length, lending
-    no-lend    the same, but a request starts only where its expected length can be leased
+    no-lend    the same, but a request starts only where its expected length can be leased in full
     lazy-16    blocks of 16 taken as tokens come; a prompt is admitted where it fits now; out of
                blocks, the youngest is preempted and recomputed
     reserve    blocks of 16, prompt + max_tokens reserved before a request starts
@@ -26,7 +26,7 @@ import random
 import statistics
 import time
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,7 +55,7 @@ class Job:
     prefix_ids: tuple[int, ...] = ()
 
     def prompt(self, index: int) -> list[int]:
-        """Token ids that are equal exactly where prefixes are: a number for each hash or request."""
+        """Token ids that are equal exactly where prefixes are: by hash, else by request."""
         own = (1 << 31) + index * (1 << 17)
         ids: list[int] = []
         for prefix_id in self.prefix_ids:
@@ -148,7 +148,9 @@ class Outcome:
     step_us: float = 0.0
 
 
-def replay(policy: Policy, jobs: list[Job], pool_tokens: int, slots: int, max_tokens: int | None):
+def replay(
+    policy: Policy, jobs: list[Job], pool_tokens: int, slots: int, max_tokens: int | None
+) -> Outcome:
     blocks = BlockManager(
         pool_tokens // policy.unit_tokens, policy.unit_tokens, mixed_sizes=policy.mixed
     )
@@ -245,6 +247,16 @@ def azure(folder: Path | None, count: int) -> list[Job]:
         return [Job(int(row["input_tokens"]), int(row["output_tokens"])) for row in rows]
 
 
+def reasoning(folder: Path, count: int) -> list[Job]:
+    """Short prompts, long answers; the longest of both are clipped."""
+    with (folder / "servegen_deepseek_r1_reason.csv").open(encoding="utf-8") as lines:
+        rows = islice(csv.DictReader(lines), count)
+        return [
+            Job(min(int(row["input_tokens"]), 16000), min(int(row["output_tokens"]), 8000))
+            for row in rows
+        ]
+
+
 def mooncake(folder: Path, count: int, longest: int = 32768) -> list[Job]:
     """Prompts that share blocks of 512 tokens; those beyond `longest` are left out, and counted."""
     jobs: list[Job] = []
@@ -262,7 +274,9 @@ def mooncake(folder: Path, count: int, longest: int = 32768) -> list[Job]:
     return jobs
 
 
-def report(title: str, jobs: list[Job], pools: list[int], slots: int, max_tokens: int | None):
+def report(
+    title: str, jobs: list[Job], pools: list[int], slots: int, max_tokens: int | None
+) -> None:
     asked = f"max_tokens {max_tokens}" if max_tokens else "no max_tokens"
     print(f"\n{title}: {len(jobs)} requests, {slots} slots, {asked}")
     print(
@@ -289,73 +303,85 @@ def run_replay(arguments: argparse.Namespace) -> None:
     report("first text", jobs, [131072, 262144], 128, None)
     report("azure2023_conv", azure(folder, 3 * count), [32768, 65536, 131072], 128, 1024)
     if folder is None:
-        print("\nmooncake_conversation: no profile has its hash ids; name --traces")
+        print("\nmooncake_conversation and the reasoning trace: no profile; name --traces")
         return
+    report("servegen_deepseek_r1_reason", reasoning(folder, count), [65536, 131072], 128, 8192)
     report("mooncake_conversation", mooncake(folder, count), [262144, 524288, 1048576], 128, 2048)
 
 
 # Speed
 
 
-def timed(work: Callable[[], object]) -> float:
+def run_speed(arguments: argparse.Namespace) -> None:
+    units, sequences = arguments.units, arguments.sequences
+    print(f"{units} units of 8 tokens, {sequences} sequences; CPU time, us")
+    for name, prefix_cache in (("prefix cache", True), ("no prefix cache", False)):
+        blocks = BlockManager(units, 8, prefix_cache=prefix_cache)
+        length = min(4096, units * 8 // (2 * sequences))
+        running, costs = open_all(blocks, sequences, length)
+        costs["close"] = 0.0
+        steps = list(decode_steps(blocks, running, 256))
+        for table, _ in random.Random(0).sample(running, len(running)):
+            costs["close"] += seconds(blocks.close, table)
+        blocks.check_integrity()
+        per = ", ".join(f"{what} {cost / sequences * 1e6:.1f}" for what, cost in costs.items())
+        print(f"{name}: a sequence of {length} tokens: {per}")
+        for what, column in zip(("looking", "growing", "committing"), zip(*steps), strict=True):
+            column = sorted(column)
+            print(
+                f"{name}: a step of decodes, {what}: mean {statistics.fmean(column):.1f}, "
+                f"median {statistics.median(column):.1f}, p99 {column[len(column) * 99 // 100]:.1f}"
+            )
+
+
+def seconds(work: Callable[..., object], *arguments: object) -> float:
     started = time.thread_time()
-    work()
+    work(*arguments)
     return time.thread_time() - started
 
 
-def run_speed(arguments: argparse.Namespace) -> None:
-    units, sequences = arguments.units, arguments.sequences
-    print(f"{units} units of 8 tokens, {sequences} sequences")
-    for name, prefix_cache in (("prefix cache", True), ("no prefix cache", False)):
-        blocks = BlockManager(units, 8, prefix_cache=prefix_cache)
-        rng = random.Random(0)
-        tables = []
-        opened = grown = committed = 0.0
-        size = min(4096, units * 8 // (2 * sequences))
-        for i in range(sequences):
-            # Decodes cross a unit's border at different steps.
-            length = size + i % 8
-            tokens = list(range(i << 14, (i << 14) + length))
-            started = time.thread_time()
-            table = blocks.open(str(i), tokens, "", length + 512)
-            opened += time.thread_time() - started
-            grown += timed(lambda t=table, n=length: blocks.grow(t, n))
-            committed += timed(lambda t=table, s=tokens, n=length: blocks.commit(t, s, n))
-            tables.append((table, tokens))
-        per = 1e6 / sequences
-        print(
-            f"{name}: a {size}-token prompt: open {opened * per:.1f} us, grow {grown * per:.1f} us,"
-            f" commit {committed * per:.1f} us"
-        )
-        steps = list(decode_steps(blocks, tables, 256))
-        print(
-            f"{name}: a step of {sequences} decodes: median {statistics.median(steps):.1f} us, "
-            f"p99 {sorted(steps)[len(steps) * 99 // 100]:.1f} us, worst {max(steps):.1f} us"
-        )
-        rng.shuffle(tables)
-        closed = sum(timed(lambda t=table: blocks.close(t)) for table, _ in tables)
-        print(f"{name}: close {closed * per:.1f} us")
-        blocks.check_integrity()
+def open_all(
+    blocks: BlockManager, count: int, length: int
+) -> tuple[list[tuple[Table, list[int]]], dict[str, float]]:
+    """Open sequences whose decodes cross a unit's border at different steps."""
+    running: list[tuple[Table, list[int]]] = []
+    costs = dict.fromkeys(("open", "grow", "commit"), 0.0)
+    for i in range(count):
+        end = length + i % 8
+        tokens = list(range(i << 14, (i << 14) + end))
+        started = time.thread_time()
+        table = blocks.open(str(i), tokens, "", end + 512)
+        costs["open"] += time.thread_time() - started
+        costs["grow"] += seconds(blocks.grow, table, end)
+        costs["commit"] += seconds(blocks.commit, table, tokens, end)
+        running.append((table, tokens))
+    return running, costs
 
 
 def decode_steps(
-    blocks: BlockManager, tables: list[tuple[Table, list[int]]], count: int
-) -> Iterator[float]:
-    """Time, in us, what the scheduler asks of the manager in a step of decodes."""
-    lengths = [len(tokens) for _, tokens in tables]
+    blocks: BlockManager, running: list[tuple[Table, list[int]]], count: int
+) -> Iterator[tuple[float, float, float]]:
+    """Time, in us, a step of decodes: looking who needs something, growing, committing."""
+    lengths = [len(tokens) for _, tokens in running]
     for _ in range(count):
-        for i, (_, tokens) in enumerate(tables):
+        for i, (_, tokens) in enumerate(running):
             tokens.append(7)
             lengths[i] += 1
-        started = time.thread_time()
-        blocks.advance([t for (t, _), n in zip(tables, lengths, strict=True) if n > t.capacity])
-        for (table, _), end in zip(tables, lengths, strict=True):
-            if end > table.capacity:
-                blocks.grow(table, end)
-        for (table, tokens), end in zip(tables, lengths, strict=True):
-            if end >= table.commit_at:
-                blocks.commit(table, tokens, end)
-        yield (time.thread_time() - started) * 1e6
+        times = [time.thread_time()]
+        short = [t for (t, _), n in zip(running, lengths, strict=True) if n > t.capacity]
+        full = [
+            (t, ids, n) for (t, ids), n in zip(running, lengths, strict=True) if n >= t.commit_at
+        ]
+        times.append(time.thread_time())
+        blocks.advance(short)
+        for table, _, end in full:
+            blocks.grow(table, end)  # what the lease did not promise
+        times.append(time.thread_time())
+        for table, tokens, end in full:
+            blocks.commit(table, tokens, end)
+        times.append(time.thread_time())
+        looking, growing, committing = (b - a for a, b in pairwise(times))
+        yield looking * 1e6, growing * 1e6, committing * 1e6
 
 
 def main() -> None:

@@ -447,7 +447,7 @@ class BlockManager:
         for table in self._tables.values():
             if table.capacity != len(table.units) * self.unit_tokens:
                 raise IntegrityError(f"sequence {table.seq_id}: wrong capacity {table.capacity}")
-            if table.quads != sum(map(_is_quad, _by_four(table.units))):
+            if table.quads != _quads_of(table.units):
                 raise IntegrityError(f"sequence {table.seq_id}: wrong count of wide runs")
         if self._quads != sum(table.quads for table in self._tables.values()):
             raise IntegrityError("wide runs are miscounted")
@@ -482,36 +482,38 @@ class BlockManager:
                                                 none left: an aligned run of 4, as long as the
                                                 lease promises more, else just what is needed
         """
-        units, ahead, holders = table.units, table.ahead, self._holders
-        while missing > 0:
-            if ahead:
-                unit = ahead.pop()
-                self._ahead_units -= 1
-                if not ahead:
-                    del self._spare[table.seq_id]
-            else:
-                unit = self._take_run(table, missing)
+        units, ahead = table.units, table.ahead
+        while missing > 0 and ahead:
+            unit = ahead.pop()
             units.append(unit)
-            holders[unit] = 1
+            self._holders[unit] = 1
+            self._ahead_units -= 1
             missing -= 1
+            if not ahead:
+                del self._spare[table.seq_id]
+        while missing > 0:
+            missing -= self._append_run(table, missing)
 
-    def _take_run(self, table: Table, missing: int) -> int:
-        """Return a unit that starts a run, whose others are now ahead."""
+    def _append_run(self, table: Table, missing: int) -> int:
+        """Append up to `missing` units of one new run; return how many."""
         order = min(table.order, _ALIGNED[len(table.units) & 3])
         if not table.lease.claim:
             order = min(order, (missing >= 2) + (missing >= 4))
-        while order:
-            first = self._pool.take(order)
-            if first != NONE:
-                length = 1 << order
-                table.ahead.extend(range(first + length - 1, first, -1))
-                self._ahead_units += length - 1
-                self._spare[table.seq_id] = table
-                self._runs[order] += 1
-                return first
+        while order and (first := self._pool.take(order)) == NONE:
             order -= 1
-        self._runs[0] += 1
-        return self._take_one()
+        if not order:
+            first = self._take_one()
+        end = first + (1 << order)
+        middle = min(first + missing, end)
+        table.units.extend(range(first, middle))
+        for unit in range(first, middle):
+            self._holders[unit] = 1
+        if middle < end:
+            table.ahead.extend(range(end - 1, middle - 1, -1))
+            self._ahead_units += end - middle
+            self._spare[table.seq_id] = table
+        self._runs[order] += 1
+        return middle - first
 
     def _take_one(self) -> int:
         unit = self._pool.take(0)
@@ -534,16 +536,16 @@ class BlockManager:
 
     def _count_quads(self, table: Table, start: int) -> None:
         """Count aligned runs that were completed from index `start` on."""
-        units = table.units
-        found = sum(map(_is_quad, _by_four(units, start & ~3)))
+        found = _quads_of(table.units, start & ~3)
         table.quads += found
         self._quads += found
 
 
-def _by_four(units: list[int], start: int = 0) -> Iterable[list[int]]:
-    return (units[i : i + 4] for i in range(start, len(units) - 3, 4))
-
-
-def _is_quad(units: list[int]) -> bool:
-    first = units[0]
-    return first & 3 == 0 and units == [first, first + 1, first + 2, first + 3]
+def _quads_of(units: list[int], start: int = 0) -> int:
+    """Aligned runs of 4 at indices that 4 divides."""
+    found = 0
+    for i in range(start, len(units) - 3, 4):
+        first = units[i]
+        if not first & 3 and units[i + 3] == first + 3:
+            found += units[i + 1] == first + 1 and units[i + 2] == first + 2
+    return found

@@ -85,7 +85,8 @@ class PrefixCache:
 
     def add(self, parent: Parent, token_ids: Sequence[int], unit: int) -> int:
         """Make a full unit known; return its entry, or that of the unit with the same text."""
-        key = self._key(parent, token_ids)
+        is_entry = isinstance(parent, int)
+        key = self._pack(parent, *token_ids) if is_entry else self._key(parent, token_ids)
         known = self._found.get(key)
         if known is not None:
             return self._entries[known]
