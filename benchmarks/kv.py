@@ -4,8 +4,8 @@
     python benchmarks/kv.py speed [--units 1000000] [--sequences 512]
 
 `replay` runs backlogs of requests through the scheduler and the manager, one virtual step after
-another: all requests wait from the start (arrival times are left out), a step computes up to 2048
-tokens, and an answer ends where the trace says, which only the driver knows. Compared at equal pools:
+another: all requests wait from the start (arrival times are left out), a step computes up to
+2048 tokens, and an answer ends where the trace says, which only the driver knows. Compared at equal pools:
 
     tailrace   units of 8, blocks of 8/16/32, leases of the expected length, lending
     no-lend    the same, but a request starts only where its expected length can be leased in full
@@ -183,9 +183,9 @@ def drive(scheduler: Scheduler, lengths: dict[str, int], *, reserves: bool) -> O
     needed = 0
     finished_hits = 0
     while scheduler.has_work:
-        started = time.perf_counter()
+        started = time.thread_time()
         step = scheduler.schedule()
-        spent_s += time.perf_counter() - started
+        spent_s += time.thread_time() - started
         assert step.chunks, "nothing can go on"
         computed += step.num_tokens
         live = sum(s.num_computed for s in scheduler.running)
@@ -203,14 +203,14 @@ def drive(scheduler: Scheduler, lengths: dict[str, int], *, reserves: bool) -> O
                 chunk.sequence.token_ids.append(chunk.sequence.token_ids[-1] + 1 & 0xFFFFFFFF)
                 if chunk.sequence.num_output >= lengths[chunk.sequence.request_id]:
                     done.append(chunk.sequence)
-        started = time.perf_counter()
+        started = time.thread_time()
         for chunk in step.chunks:
             scheduler.commit(chunk)
         for sequence in done:
             needed += len(sequence.token_ids) - 1 - sequence.cached_tokens
             finished_hits += sequence.cached_tokens
             scheduler.finish(sequence)
-        spent_s += time.perf_counter() - started
+        spent_s += time.thread_time() - started
     columns = list(zip(*saturated, strict=True)) or [[0]] * 4
     outcome.running, outcome.used, outcome.lent, outcome.wide = map(statistics.fmean, columns)
     outcome.fragmentation = statistics.fmean(shares)
@@ -326,8 +326,10 @@ def run_speed(arguments: argparse.Namespace) -> None:
         blocks.check_integrity()
         per = ", ".join(f"{what} {cost / sequences * 1e6:.1f}" for what, cost in costs.items())
         print(f"{name}: a sequence of {length} tokens: {per}")
-        for what, column in zip(("looking", "growing", "committing"), zip(*steps), strict=True):
-            column = sorted(column)
+        for what, times in zip(
+            ("looking", "growing", "committing"), zip(*steps, strict=True), strict=True
+        ):
+            column = sorted(times)
             print(
                 f"{name}: a step of decodes, {what}: mean {statistics.fmean(column):.1f}, "
                 f"median {statistics.median(column):.1f}, p99 {column[len(column) * 99 // 100]:.1f}"
@@ -368,14 +370,14 @@ def decode_steps(
             tokens.append(7)
             lengths[i] += 1
         times = [time.thread_time()]
-        short = [t for (t, _), n in zip(running, lengths, strict=True) if n > t.capacity]
-        full = [
-            (t, ids, n) for (t, ids), n in zip(running, lengths, strict=True) if n >= t.commit_at
-        ]
+        pairs = list(zip(running, lengths, strict=True))
+        short = [(table, end) for (table, _), end in pairs if end > table.capacity]
+        full = [(table, ids, end) for (table, ids), end in pairs if end >= table.commit_at]
         times.append(time.thread_time())
-        blocks.advance(short)
-        for table, _, end in full:
-            blocks.grow(table, end)  # what the lease did not promise
+        blocks.advance(table for table, _ in short)
+        for table, end in short:
+            if end > table.capacity:  # its lease did not promise more
+                blocks.grow(table, end)
         times.append(time.thread_time())
         for table, tokens, end in full:
             blocks.commit(table, tokens, end)

@@ -47,20 +47,19 @@ class Model:
         block_size: int | str = "auto",
         prefix_cache: bool = True,
         surprised: bool = False,
+        num_units: int = NUM_BLOCKS,
     ) -> Engine:
         """Make an engine; a surprised one has only ever seen answers of one token."""
         config = self.model.config
         settings = EngineConfig(block_size=block_size)
         unit = settings.kv_unit_tokens
         sampler = Sampler(SLOTS, config.vocab_size, config.eos_token_ids, 0)
-        runner = Runner(
-            self.model, sampler, num_blocks=NUM_BLOCKS, block_size=unit, num_slots=SLOTS
-        )
+        runner = Runner(self.model, sampler, num_blocks=num_units, block_size=unit, num_slots=SLOTS)
         for k_cache, v_cache in runner.kv_caches:
             k_cache.fill_(torch.nan)
             v_cache.fill_(torch.nan)
         scheduler = Scheduler(
-            make_blocks(settings, NUM_BLOCKS, prefix_cache=prefix_cache),
+            make_blocks(settings, num_units, prefix_cache=prefix_cache),
             max_batch_size=SLOTS,
             token_budget=budget,
         )
