@@ -22,11 +22,11 @@ pytestmark = [
 ]
 
 STEM = (
-    "The river runs from the hills through three towns to the sea. Boats go up and down all day, "
+    ": the river runs from the hills through three towns to the sea. Boats go up and down all day, "
     "with wood, salt and wine. Its water is clear, and "
 )
-ENDS = ("in spring", "the old mill", "children", "a bridge of stone")
-NEW_TOKENS = 26
+STARTS = ("In spring", "The old mill", "Children", "A bridge of stone")
+NEW_TOKENS = 30
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def model(folder) -> Model:
 @pytest.fixture(scope="module")
 def prompts(folder) -> list[list[int]]:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return [tokenizer.encode(STEM + end).ids for end in ENDS]
+    return [tokenizer.encode(start + STEM).ids for start in STARTS]
 
 
 @pytest.fixture(scope="module")
