@@ -8,7 +8,7 @@ another: all requests wait from the start (arrival times are left out), a step c
 2048 tokens, and an answer ends where the trace says, which only the driver knows. Compared at equal pools:
 
     tailrace   units of 8, blocks of 8/16/32, leases of the expected length, lending
-    no-lend    the same, but a request starts only where its expected length can be leased in full
+    no-lend    the same, but a request starts only where its expected length can be leased
     lazy-16    blocks of 16 taken as tokens come; a prompt is admitted where it fits now; out of
                blocks, the youngest is preempted and recomputed
     reserve    blocks of 16, prompt + max_tokens reserved before a request starts
@@ -20,8 +20,6 @@ operations and a step of decodes on a large pool.
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import random
 import statistics
 import time
@@ -30,8 +28,8 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tailrace.bench.traffic.azure_conv import AZURE_CONV
-from tailrace.bench.traffic.profile import draw
+from tailrace.bench.traffic.schedule import Shape
+from tailrace.bench.traffic.source import schedule_for
 from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.scheduler import Scheduler
 from tailrace.engine.sequence import Sequence
@@ -236,42 +234,16 @@ def longdoc(count: int, max_output: int = 512) -> list[Job]:
     return jobs
 
 
-def azure(folder: Path | None, count: int) -> list[Job]:
-    if folder is None:
-        return [
-            Job(arrival.input_tokens, arrival.output_tokens)
-            for arrival in islice(draw(AZURE_CONV, seed=1), count)
-        ]
-    with (folder / "azure2023_conv.csv").open(encoding="utf-8") as lines:
-        rows = islice(csv.DictReader(lines), count)
-        return [Job(int(row["input_tokens"]), int(row["output_tokens"])) for row in rows]
-
-
-def reasoning(folder: Path, count: int) -> list[Job]:
-    """Short prompts, long answers; the longest of both are clipped."""
-    with (folder / "servegen_deepseek_r1_reason.csv").open(encoding="utf-8") as lines:
-        rows = islice(csv.DictReader(lines), count)
-        return [
-            Job(min(int(row["input_tokens"]), 16000), min(int(row["output_tokens"]), 8000))
-            for row in rows
-        ]
-
-
-def mooncake(folder: Path, count: int, longest: int = 32768) -> list[Job]:
-    """Prompts that share blocks of 512 tokens; those beyond `longest` are left out, and counted."""
-    jobs: list[Job] = []
-    left_out = 0
-    with (folder / "mooncake_conversation.jsonl").open(encoding="utf-8") as lines:
-        for line in lines:
-            row = json.loads(line)
-            if row["input_tokens"] > longest:
-                left_out += 1
-                continue
-            jobs.append(Job(row["input_tokens"], row["output_tokens"], tuple(row["hash_ids"])))
-            if len(jobs) == count:
-                break
-    print(f"mooncake: {left_out} prompts beyond {longest} tokens left out")
-    return jobs
+def traced(source: str, count: int, longest: int = 32768) -> list[Job]:
+    """Requests of a trace file or a built-in profile; prompts beyond `longest` are left out."""
+    schedule = schedule_for(source, Shape(max_requests=count), seed=1)
+    assert schedule.block_tokens in (0, HASH_TOKENS)
+    kept = [a for a in schedule.arrivals if a.input_tokens <= longest]
+    print(
+        f"\n{schedule.source}: {len(schedule.arrivals) - len(kept)} of {len(schedule.arrivals)} "
+        f"requests left out, their prompts are beyond {longest} tokens"
+    )
+    return [Job(a.input_tokens, min(a.output_tokens, 8000), a.prefix_ids) for a in kept]
 
 
 def report(
@@ -301,12 +273,15 @@ def run_replay(arguments: argparse.Namespace) -> None:
         report(f"first text, batch {slots}", jobs[: count // 6], [32768], slots, 512)
     report("first text", jobs, [65536, 131072, 262144], 128, 512)
     report("first text", jobs, [131072, 262144], 128, None)
-    report("azure2023_conv", azure(folder, 3 * count), [32768, 65536, 131072], 128, 1024)
+    azure = str(folder / "azure2023_conv.csv") if folder else "azure-conv"
+    report("azure conversation", traced(azure, 3 * count), [32768, 65536, 131072], 128, 1024)
+    mooncake = str(folder / "mooncake_conversation.jsonl") if folder else "mooncake-conversation"
+    report("mooncake conversation", traced(mooncake, count), [262144, 524288], 128, 2048)
     if folder is None:
-        print("\nmooncake_conversation and the reasoning trace: no profile; name --traces")
+        print("\nreasoning (short prompts, long answers): no built-in profile; name --traces")
         return
-    report("servegen_deepseek_r1_reason", reasoning(folder, count), [65536, 131072], 128, 8192)
-    report("mooncake_conversation", mooncake(folder, count), [262144, 524288, 1048576], 128, 2048)
+    reasoning = str(folder / "servegen_deepseek_r1_reason.csv")
+    report("reasoning", traced(reasoning, count, 16000), [65536, 131072], 128, 8192)
 
 
 # Speed

@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from tailrace.clock import monotonic
 from tailrace.errors import EngineError, RequestError, TailraceError
-from tailrace.server.engine_client import EngineState
+from tailrace.server.engine_client import EngineState, OutputQueue
 from tailrace.types import (
     AbortRequests,
     EngineFatal,
@@ -91,7 +91,7 @@ class Bridge:
         self._ready: EngineReady | None = None
         self._stats: EngineStats | None = None
         self._restarts_total = 0
-        self._queues: dict[str, asyncio.Queue[TokenOutput]] = {}
+        self._queues: dict[str, OutputQueue] = {}
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
         self._process: EngineProcess | None = None
@@ -135,7 +135,7 @@ class Bridge:
         """Requests whose last output has not come yet."""
         return len(self._queues)
 
-    def submit(self, request: EngineRequest) -> asyncio.Queue[TokenOutput]:
+    def submit(self, request: EngineRequest) -> OutputQueue:
         """Hand a request over.
 
         Raises:
@@ -145,7 +145,7 @@ class Bridge:
             raise RequestError("the server is stopping", status=503, retry_after_s=2.0)
         if self._state is not EngineState.READY:
             raise RequestError(f"the engine is {self._state.value}", status=503, retry_after_s=2.0)
-        queue: asyncio.Queue[TokenOutput] = asyncio.Queue()
+        queue = OutputQueue()
         self._queues[request.request_id] = queue
         self._send(request)
         return queue

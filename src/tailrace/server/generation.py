@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import time
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tailrace.clock import monotonic
@@ -28,7 +29,7 @@ from tailrace.telemetry.request_log import RequestRecord
 from tailrace.types import EngineRequest
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
     from tailrace.clock import Clock
     from tailrace.server.engine_client import OutputQueue
@@ -144,6 +145,19 @@ class Generation:
                 if not member.choice.is_finished:
                     yield self._take(member, output)
 
+    def listen(
+        self, on_piece: Callable[[Piece], None], on_end: Callable[[Exception | None], None]
+    ) -> None:
+        """Be told pieces as the engine's outputs come, without a task: in place of `pieces`.
+
+        Args:
+            on_piece: Called with each piece.
+            on_end: Called once, when every choice is finished, or with what ended it: the errors
+                that `pieces` raises.
+        """
+        for member in self._members:
+            member.queue.listen(partial(self._heard, member, on_piece, on_end))
+
     def usage(self) -> Usage:
         """Return what the request cost so far."""
         prompt, completion = self.job.prompt_tokens, self.completion_tokens
@@ -227,6 +241,23 @@ class Generation:
         finally:
             for task in tasks:
                 task.cancel()
+
+    def _heard(
+        self,
+        member: _Member,
+        on_piece: Callable[[Piece], None],
+        on_end: Callable[[Exception | None], None],
+        output: TokenOutput,
+    ) -> None:
+        if member.choice.is_finished or self._is_closed:
+            return
+        try:
+            on_piece(self._take(member, output))
+        except Exception as error:  # noqa: BLE001 -- the caller serves the other requests too
+            on_end(error)
+            return
+        if all(m.choice.is_finished for m in self._members):
+            on_end(None)
 
     def _take(self, member: _Member, output: TokenOutput) -> Piece:
         if output.finish_reason in ("error", "abort"):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import socket
+import sys
+from dataclasses import replace
 
 import pytest
 
@@ -30,7 +33,7 @@ def shots(times_s: list[float], output_tokens: int = 5) -> list[Shot]:
     ]
 
 
-def run(script, planned, *, timeout_s=20.0, stop_after=None):
+def run(script, planned, *, timeout_s=20.0, stop_after=None, **more):
     """Return the records, the load and the server after one run."""
 
     async def go():
@@ -42,7 +45,7 @@ def run(script, planned, *, timeout_s=20.0, stop_after=None):
                 if stop_after is not None and len(load.state.done) >= stop_after:
                     stop.set()
 
-            load = Load(endpoint, planned, timeout_s=timeout_s, on_record=on_record)
+            load = Load(endpoint, planned, timeout_s=timeout_s, on_record=on_record, **more)
             return await load.run(stop), load, server
 
     return asyncio.run(go())
@@ -177,3 +180,97 @@ def test_a_bug_of_the_client_is_not_taken_for_the_servers_failure():
 
     with pytest.raises(ZeroDivisionError):
         asyncio.run(go())
+
+
+def test_every_request_carries_its_own_id_and_the_record_keeps_it():
+    planned = [replace(shot, request_id=f"r-{shot.index}") for shot in shots([0.0, 0.01, 0.02])]
+    records, _, server = run(lambda _: Behaviour(), planned)
+    assert sorted(server.request_ids) == ["r-0", "r-1", "r-2"]
+    assert [record.request_id for record in records] == ["r-0", "r-1", "r-2"]
+
+
+def test_in_a_chat_the_first_token_is_the_first_text_whether_reasoning_or_content():
+    """The chunk that carries only the role is none; both names of reasoning are text."""
+    body = {
+        "messages": [{"role": "user", "content": "a b c"}],
+        "max_tokens": 4,
+        "seed": 0,
+    }
+    planned = [Shot(0, 0.0, 3, 4, json.dumps(body).encode())]
+    records, *_ = run(
+        lambda _: Behaviour(ttft_s=0.2, gap_s=0.01), planned, path="/v1/chat/completions"
+    )
+    assert records[0].status == "ok"
+    assert len(records[0].chunk_s) == 4
+    assert ttft_s(records[0]) >= 0.19
+
+
+def chained(count: int, think_s: float, **fields) -> list[Shot]:
+    """Return one user's requests, due at once but for the one before."""
+    return [
+        replace(shot, after=shot.index - 1 if shot.index else None, think_s=think_s, **fields)
+        for shot in shots([0.0] * count)
+    ]
+
+
+def test_a_users_next_request_is_due_when_its_answer_ended_and_the_think_time_has_passed():
+    script = {0: Behaviour(ttft_s=0.2)}
+    records, *_ = run(
+        lambda index: script.get(index, Behaviour()), chained(4, think_s=0.05, user=3, session=8)
+    )
+    assert [record.status for record in records] == ["ok"] * 4
+    for before, after in itertools.pairwise(records):
+        assert after.scheduled_s == pytest.approx(before.finished_s + 0.05, abs=1e-9)
+        assert after.dispatched_s >= after.scheduled_s
+    assert {record.user for record in records} == {3}
+    assert {record.session for record in records} == {8}
+    # Latency counts from when it was due, not from the first request's time.
+    assert records[1].scheduled_s > 0.2
+
+
+def test_a_user_goes_on_after_a_failure():
+    script = {0: Behaviour(fault="refuse")}
+    records, *_ = run(lambda index: script.get(index, Behaviour()), chained(2, think_s=0.0))
+    assert [record.status for record in records] == ["http", "ok"]
+
+
+def test_users_do_not_wait_for_each_other():
+    slow = chained(2, think_s=0.0)
+    quick = [
+        replace(shot, index=shot.index + 10, after=None if shot.after is None else shot.after + 10)
+        for shot in chained(3, think_s=0.0)
+    ]
+    records, *_ = run(lambda index: Behaviour(ttft_s=0.4 if index == 0 else 0.0), slow + quick)
+    # The body carries the seed of `shots`: 0 is slow in both chains, later ones are not.
+    by_index = {record.index: record for record in records}
+    assert by_index[12].finished_s < by_index[1].finished_s + 0.4
+    assert abs(by_index[0].scheduled_s - by_index[10].scheduled_s) < 1e-9
+
+
+def test_nothing_of_a_chain_is_sent_after_the_time_is_up():
+    records, load, _ = run(
+        lambda _: Behaviour(ttft_s=0.1), chained(50, think_s=0.05, user=0), until_s=0.5
+    )
+    assert 1 <= len(records) <= 4
+    assert all(record.status == "ok" for record in records)
+    assert load.state.total == 50
+
+
+def test_an_interrupt_ends_users_that_are_thinking():
+    records, load, _ = run(lambda _: Behaviour(), chained(3, think_s=60.0), stop_after=1)
+    assert [record.status for record in records] == ["ok"]
+    assert load.state.in_flight == 0
+
+
+@pytest.mark.parametrize("after", [{1: 7}, {0: 1, 1: 0}, {1: 0, 2: 0}])
+def test_chains_that_cannot_be_are_refused(after):
+    planned = [replace(shot, after=after.get(shot.index)) for shot in shots([0.0] * 3)]
+    with pytest.raises(ValueError, match="request"):
+        Load(Endpoint("http://x", "x", "127.0.0.1", 1), planned, timeout_s=1)
+
+
+def test_other_threads_get_little_time_while_it_runs_and_their_usual_time_after():
+    usual_s, during_s = sys.getswitchinterval(), []
+    run(lambda _: during_s.append(sys.getswitchinterval()) or Behaviour(), shots([0.0]))
+    assert during_s[0] < usual_s / 5
+    assert sys.getswitchinterval() == usual_s

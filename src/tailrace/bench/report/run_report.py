@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from tailrace.bench.run import Run
     from tailrace.bench.stats import Distribution
 
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:ms|s|%)(?:\W|$))|(?<=[≤≥]) ")
 MAX_FAILURES = 20
 """Different failures that the report lists."""
 
@@ -69,15 +71,26 @@ def require_report() -> None:
 
 def write_report(run: Run, file: Path) -> None:
     """Write the report of a run."""
-    environment = Environment(
+    page = environment().get_template("report.html").render(_page(run))
+    file.write_text(page, encoding="utf-8")
+
+
+def environment() -> Environment:
+    """Return where templates are found; everything they are given is escaped."""
+    made = Environment(
         loader=PackageLoader("tailrace.bench", "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    page = environment.get_template("report.html").render(_page(run))
-    file.write_text(page, encoding="utf-8")
+    made.filters["unbroken"] = unbroken
+    return made
+
+
+def unbroken(text: str) -> str:
+    """Return text that no line break parts between a number and its unit."""
+    return _BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text)
 
 
 def _page(run: Run) -> dict[str, Any]:
@@ -102,9 +115,17 @@ def _verdict(run: Run) -> tuple[str, str]:
     stats = run.stats
     if not run.verdict.is_valid:
         return "invalid", "Invalid run: do not use its figures"
+    broken = [name for name, holds in run.held.items() if holds is False]
+    limits = ""
+    if broken:
+        limits = f"; {' and '.join(broken)} {'does' if len(broken) == 1 else 'do'} not hold"
+    elif run.held and all(run.held.values()):
+        limits = f"; {' and '.join(run.held)} {'holds' if len(run.held) == 1 else 'hold'}"
     if stats.failed:
-        return "failed", f"Valid run; {stats.failed} of {stats.requests} requests failed"
-    return "valid", f"Valid run; all {stats.requests} requests complete"
+        words = f"Valid run; {stats.failed} of {stats.requests} requests failed{limits}"
+        return "failed", words
+    kind = "failed" if broken else "valid"
+    return kind, f"Valid run; all {stats.requests} requests complete{limits}"
 
 
 def _tiles(run: Run) -> list[tuple[str, str, str]]:
@@ -133,7 +154,7 @@ def _failures(run: Run) -> list[tuple[int, str, str]]:
 
 def _pictures(run: Run) -> dict[str, Any]:
     """Draw everything; the SVG is our own drawing, every text in it escaped by matplotlib."""
-    from tailrace.bench import figures  # noqa: PLC0415  # matplotlib is an extra and slow to load
+    from tailrace.bench.report import run_figures as figures  # noqa: PLC0415  # matplotlib is an extra and slow to load
 
     stats = run.stats
     bars = figures.requests_over_time("requests", run.records)

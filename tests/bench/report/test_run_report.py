@@ -9,8 +9,8 @@ from xml.etree import ElementTree as ET
 import pytest
 from rich.console import Console
 
-from tailrace.bench import report
-from tailrace.bench.report import require_report, write_report
+from tailrace.bench.limits import read_limit
+from tailrace.bench.report import require_report, run_report, write_report
 from tailrace.bench.run import Run
 from tailrace.bench.scrape import Scrape
 from tailrace.bench.stats import Limits, summarise
@@ -48,6 +48,13 @@ def _scraped() -> Scrape:
     return scrape
 
 
+def _gpu() -> Scrape:
+    scrape = Scrape()
+    scrape.add(0.0, {"gpu0_utilisation": 0.4, "gpu1_utilisation": 0.9})
+    scrape.add(9.0, {"gpu0_utilisation": 0.5, "gpu1_utilisation": 0.8})
+    return scrape
+
+
 RUNS = {
     "whole": a_run([ok(), ok(1, scheduled_s=11.0, input_tokens=300)]),
     "failures": a_run([ok(), ok(1, status="http", error=EVIL, first_token_s=None, chunk_s=[])]),
@@ -57,7 +64,7 @@ RUNS = {
     "one token": a_run([ok(output_tokens=1, planned_output_tokens=1, chunk_s=[12.0])]),
     "many": a_run([ok(i, scheduled_s=10.0 - i / 100) for i in range(500)]),
     "wide": a_run([ok(i, scheduled_s=11.9, first_token_s=11.91 + 1.5**i) for i in range(20)]),
-    "metrics": a_run([ok()], scrape=_scraped()),
+    "metrics": a_run([ok()], scrape=_scraped(), scrapes={"gpu": _gpu(), "server": _scraped()}),
 }
 
 
@@ -108,6 +115,11 @@ def test_pictures_refer_only_to_ids_they_have(tmp_path):
         assert wanted <= ids
 
 
+def test_gpu_readings_are_drawn_where_there_are_any(tmp_path):
+    assert "GPU busy" in _written(RUNS["metrics"], tmp_path)
+    assert "GPU busy" not in _written(RUNS["whole"], tmp_path)
+
+
 def test_what_servers_say_is_text_and_not_markup(tmp_path):
     page = _written(RUNS["failures"], tmp_path)
     assert "<script>" not in page
@@ -120,6 +132,14 @@ def test_what_servers_say_is_text_and_not_markup(tmp_path):
     [
         (RUNS["whole"], "Valid run; all 2 requests complete"),
         (RUNS["failures"], "Valid run; 1 of 2 requests failed"),
+        (
+            a_run([ok()], limit=(read_limit("p95_ttft=2.5"),)),
+            "Valid run; all 1 requests complete; p95_ttft=2.5 holds",
+        ),
+        (
+            a_run([ok()], limit=(read_limit("p95_ttft=1"), read_limit("p95_e2e=9"))),
+            "Valid run; all 1 requests complete; p95_ttft=1 does not hold",
+        ),
         (a_run([ok()], reasons=("the client was late",)), "Invalid run: do not use its figures"),
     ],
 )
@@ -177,6 +197,6 @@ def test_failures_are_infinite_in_the_summary():
 
 
 def test_without_matplotlib_the_error_names_the_remedy(monkeypatch):
-    monkeypatch.setattr(report.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(run_report.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install 'tailrace\[bench\]'"):
         require_report()

@@ -1,22 +1,27 @@
-"""The report's pictures: SVG text from matplotlib, without pyplot and its globals.
-
-Text stays text, so that the page's own font shows; ids get a prefix, so that several pictures
-live in one page.
-"""
+"""The pictures of one run."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
-import re
 from typing import TYPE_CHECKING, Any
 
-from matplotlib import rc_context
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from tailrace.bench.report.canvas import (
+    AMBER,
+    BLUE,
+    MUTED,
+    PALE,
+    PAPER,
+    PINK,
+    RED,
+    TEAL,
+    WIDE_IN,
+    svg,
+)
+from tailrace.bench.report.readings import mean_over_gpus
+from tailrace.bench.report.time_figures import peaks
 from tailrace.bench.stats import percentile, ttft_s
 from tailrace.bench.table import figure as written
 from tailrace.bench.timeline import in_flight, per_second
@@ -24,52 +29,24 @@ from tailrace.bench.timeline import in_flight, per_second
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from matplotlib.figure import Figure
+
     from tailrace.bench.records import Record
     from tailrace.bench.run import Run
     from tailrace.bench.scrape import Scrape
     from tailrace.bench.stats import Distribution
 
-INK, MUTED, RULE = "#1f2933", "#66727f", "#dfe4ea"
-BLUE, TEAL, AMBER, RED, PALE = "#1f5f8b", "#3a9188", "#c77d0a", "#b83227", "#c9dbe8"
 MARKS = ((50, TEAL), (95, AMBER), (99, RED))
 
-WIDE_IN = 11.6
-"""The width of a picture that fills the page."""
 MAX_POINTS = 4000
 """A picture shows no more points than this; a larger set is thinned evenly."""
 MAX_BARS = 120
 """The request-by-request picture is drawn for runs up to this many requests."""
 
-_STYLE = {
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "font.size": 9.5,
-    "text.color": INK,
-    "axes.edgecolor": MUTED,
-    "axes.labelcolor": MUTED,
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 10,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": RULE,
-    "grid.linewidth": 0.7,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.major.size": 3,
-    "ytick.major.size": 0,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-}
-
 
 def cdf(name: str, latency: Distribution) -> str:
     """Draw the cumulative distribution of one latency, its percentiles marked."""
-    return _svg(name, (3.9, 2.9), lambda figure: _draw_cdf(figure.subplots(), latency))
+    return svg(name, (3.9, 2.9), lambda figure: _draw_cdf(figure.subplots(), latency))
 
 
 def _draw_cdf(axes: Any, latency: Distribution) -> None:
@@ -111,7 +88,7 @@ def _mark_percentiles(
         if math.isfinite(value):
             point = (value * scale, percent / 100)
             axes.vlines(point[0], 0, point[1], color=colour, linewidth=0.9, linestyle=(0, (3, 2)))
-            axes.plot(*point, "o", color=colour, markersize=5.5, markeredgecolor="white")
+            axes.plot(*point, "o", color=colour, markersize=5.5, markeredgecolor=PAPER)
         axes.text(
             *((0.03, 0.9 - 0.095 * line) if is_right else (0.985, 0.25 - 0.095 * line)),
             f"P{percent}  {written(value, latency.unit)}{unit}",
@@ -119,7 +96,7 @@ def _mark_percentiles(
             ha="left" if is_right else "right",
             color=colour,
             fontweight="bold",
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.2, "alpha": 0.85},
+            bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.2, "alpha": 0.85},
         )
 
 
@@ -129,7 +106,7 @@ def _is_wide(ordered: Sequence[float]) -> bool:
 
 def ttft_by_length(name: str, records: Sequence[Record]) -> str:
     """Draw each request's time to first token against its prompt's length."""
-    return _svg(name, (WIDE_IN, 3.6), lambda figure: _draw_scatter(figure.subplots(), records))
+    return svg(name, (WIDE_IN, 3.6), lambda figure: _draw_scatter(figure.subplots(), records))
 
 
 def _draw_scatter(axes: Any, records: Sequence[Record]) -> None:
@@ -144,7 +121,7 @@ def _draw_scatter(axes: Any, records: Sequence[Record]) -> None:
         s=9 if dense else 26,
         color=BLUE,
         alpha=0.35 if dense else 0.8,
-        edgecolors="none" if dense else "white",
+        edgecolors="none" if dense else PAPER,
         linewidths=0.6,
         label="complete",
     )
@@ -163,7 +140,7 @@ def requests_over_time(name: str, records: Sequence[Record]) -> str | None:
     if not 0 < len(ended) <= MAX_BARS:
         return None
     height = 1.1 + max(0.11 * len(ended), 1.2)
-    return _svg(name, (WIDE_IN, height), lambda figure: _draw_bars(figure.subplots(), ended))
+    return svg(name, (WIDE_IN, height), lambda figure: _draw_bars(figure.subplots(), ended))
 
 
 def _draw_bars(axes: Any, records: Sequence[Record]) -> None:
@@ -172,7 +149,7 @@ def _draw_bars(axes: Any, records: Sequence[Record]) -> None:
         first_s = record.first_token_s if record.first_token_s is not None else finished_s
         start_s = record.scheduled_s
         bar = {"height": 0.68, "linewidth": 0}
-        waiting = PALE if record.is_ok else "#ecc7c3"
+        waiting = PALE if record.is_ok else PINK
         axes.barh(row, first_s - start_s, left=start_s, color=waiting, **bar)
         streaming = BLUE if record.is_ok else RED
         axes.barh(row, finished_s - first_s, left=first_s, color=streaming, **bar)
@@ -199,6 +176,13 @@ def load_over_time(name: str, run: Run) -> str:
     ]
     if "kv_usage" in run.scrape.values:
         panels.append(lambda axes: _draw_kv(axes, run.scrape))
+    gpu, process = run.scrapes.get("gpu"), run.scrapes.get("process")
+    if gpu is not None and any(name.endswith("_utilisation") for name in gpu.values):
+        busy = [100 * share for share in mean_over_gpus(gpu, "_utilisation")]
+        panels.append(lambda axes: _draw_reading(axes, gpu.at_s, busy, "GPU busy, %"))
+    if process is not None and "rss_bytes" in process.values:
+        rss_gib = [size / 2**30 for size in process.values["rss_bytes"]]
+        panels.append(lambda axes: _draw_reading(axes, process.at_s, rss_gib, "memory, GiB"))
 
     def draw(figure: Figure) -> None:
         rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)
@@ -222,7 +206,7 @@ def load_over_time(name: str, run: Run) -> str:
             fontsize=8.5,
         )
 
-    return _svg(name, (WIDE_IN, 1.6 * len(panels) + 0.5), draw)
+    return svg(name, (WIDE_IN, 1.6 * len(panels) + 0.5), draw)
 
 
 def _draw_in_flight(axes: Any, records: Sequence[Record], scrape: Scrape) -> None:
@@ -248,8 +232,12 @@ def _draw_rate(
 
 def _draw_kv(axes: Any, scrape: Scrape) -> None:
     values = [100 * value for value in scrape.values["kv_usage"]]
-    axes.plot(scrape.at_s, values, color=TEAL, linewidth=1.4)
-    axes.set_ylabel("KV cache in use, %")
+    _draw_reading(axes, scrape.at_s, values, "KV cache in use, %")
+
+
+def _draw_reading(axes: Any, at_s: Sequence[float], values: Sequence[float], label: str) -> None:
+    axes.plot(*peaks(at_s, values), color=TEAL, linewidth=1.4)
+    axes.set_ylabel(label)
 
 
 def _arrivals(records: Sequence[Record]) -> list[tuple[float, float]]:
@@ -271,23 +259,3 @@ def _thinned(values: list[Any]) -> list[Any]:
     if step <= 1:
         return values
     return [*itertools.islice(values, 0, len(values) - 1, step), values[-1]]
-
-
-def _svg(name: str, size_in: tuple[float, float], draw: Callable[[Figure], None]) -> str:
-    with rc_context({**_STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=size_in, layout="constrained")
-        FigureCanvasSVG(figure)
-        draw(figure)
-        stream = io.StringIO()
-        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
-    return _embeddable(stream.getvalue(), name)
-
-
-def _embeddable(svg: str, name: str) -> str:
-    """Drop the XML prolog and the fixed size, and make ids unique within the page."""
-    body = svg[svg.index("<svg") :]
-    body = re.sub(r"<metadata>.*?</metadata>", "", body, count=1, flags=re.DOTALL)
-    body = re.sub(r'(<svg\b[^>]*?) width="[^"]*"', r"\1", body, count=1)
-    body = re.sub(r'(<svg\b[^>]*?) height="[^"]*"', r"\1", body, count=1)
-    body = re.sub(r'\bid="', f'id="{name}-', body)
-    return re.sub(r'(url\(#|href="#)', rf"\g<1>{name}-", body)
