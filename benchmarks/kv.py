@@ -5,7 +5,8 @@
 
 `replay` runs backlogs of requests through the scheduler and the manager, one virtual step after
 another: all requests wait from the start (arrival times are left out), a step computes up to
-2048 tokens, and an answer ends where the trace says, which only the driver knows. Compared at equal pools:
+2048 tokens, and an answer ends where the trace says, which only the driver knows. Compared at
+equal pools:
 
     tailrace   units of 8, blocks of 8/16/32, leases of the expected length, lending
     no-lend    the same, but a request starts only where its expected length can be leased
@@ -24,7 +25,7 @@ import random
 import statistics
 import time
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -277,10 +278,9 @@ def run_replay(arguments: argparse.Namespace) -> None:
     report("azure conversation", traced(azure, 3 * count), [32768, 65536, 131072], 128, 1024)
     mooncake = str(folder / "mooncake_conversation.jsonl") if folder else "mooncake-conversation"
     report("mooncake conversation", traced(mooncake, count), [262144, 524288], 128, 2048)
-    if folder is None:
-        print("\nreasoning (short prompts, long answers): no built-in profile; name --traces")
-        return
-    reasoning = str(folder / "servegen_deepseek_r1_reason.csv")
+    reasoning = "servegen-deepseek-r1"
+    if folder:
+        reasoning = str(folder / "servegen_deepseek_r1_reason.csv")
     report("reasoning", traced(reasoning, count, 16000), [65536, 131072], 128, 8192)
 
 
