@@ -87,14 +87,13 @@ class PrefixCache:
         """Make a full unit known; return its entry, or that of the unit with the same text."""
         is_entry = isinstance(parent, int)
         key = self._pack(parent, *token_ids) if is_entry else self._key(parent, token_ids)
-        known = self._found.get(key)
-        if known is not None:
+        known = self._found.setdefault(key, unit)
+        if known != unit:
             return self._entries[known]
-        self._last_serial += 1
-        self._found[key] = unit
+        serial = self._last_serial = self._last_serial + 1
         self._keys[unit] = key
-        self._entries[unit] = self._last_serial
-        return self._last_serial
+        self._entries[unit] = serial
+        return serial
 
     def forget(self, unit: int) -> None:
         """Make a unit unknown, if it was known."""
