@@ -165,6 +165,9 @@ class ServerConfig:
         1024 * 1024, "A stream whose client is this far behind is closed."
     )
     log_level: str = setting("info", "debug | info | warning | error.")
+    debug_kv: bool = setting(
+        False, "Serve GET /debug/kv: check the KV pool, between two steps, and describe it."
+    )
     request_log: str = setting("", "JSONL, one record a request; empty: none.")
 
     def __post_init__(self) -> None:

@@ -69,11 +69,15 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Ask the engine for `EngineStats` now (an idle engine publishes none)."""
 
 
+class InspectKv(msgspec.Struct, frozen=True, tag="inspect_kv"):
+    """Ask for a `KvReport`; checking a large pool holds the next step up."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Exit with status 0 once no request is left."""
 
 
-FrontendMessage = EngineRequest | AbortRequests | Ping | Shutdown
+FrontendMessage = EngineRequest | AbortRequests | Ping | InspectKv | Shutdown
 """What a front end sends to the engine."""
 
 
@@ -171,6 +175,36 @@ class EngineOutputs(msgspec.Struct, frozen=True, omit_defaults=True, tag="output
     stats: EngineStats
 
 
+class KvTable(msgspec.Struct, frozen=True):
+    """What one running request holds of the pool and is promised of it, in blocks."""
+
+    request_id: str
+    held: int
+    shared: int
+    """Leading ones that another request held when this one started."""
+    ahead: int
+    """Set aside next to its last one; lent where nothing else is free."""
+    claim: int
+    """Promised and not yet taken."""
+    short: int
+    """Expected to be needed beyond that."""
+    debt: int
+    """Taken of what others were promised."""
+
+
+class KvReport(msgspec.Struct, frozen=True, tag="kv"):
+    """The KV pool between two steps."""
+
+    fault: str
+    """The first rule that the pool breaks; empty where it is sound."""
+    block_size: int
+    total_blocks: int
+    free_blocks: int
+    reserved_blocks: int
+    """Promised to requests that are still arriving."""
+    tables: list[KvTable]
+
+
 class ModelResolved(msgspec.Struct, frozen=True, tag="resolved"):
     """The checkpoint is found and, where it was GGUF, converted: the tokenizer can be loaded."""
 
@@ -199,5 +233,5 @@ class EngineFatal(msgspec.Struct, frozen=True, tag="fatal"):
     error: str
 
 
-EngineMessage = EngineOutputs | ModelResolved | EngineReady | EngineFatal
+EngineMessage = EngineOutputs | KvReport | ModelResolved | EngineReady | EngineFatal
 """What the engine sends to a front end."""

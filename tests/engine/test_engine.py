@@ -319,6 +319,19 @@ def test_stats_count_what_ran():
     assert stats.steps_total == 4
 
 
+def test_the_kv_report_tells_who_holds_what_and_what_is_broken():
+    bench = make_bench()
+    bench.engine.add(request("r-0", [1] * 10, 20))
+    bench.step()
+    report = bench.engine.inspect_kv()
+    assert report.fault == ""
+    assert (report.block_size, report.total_blocks, report.free_blocks) == (8, 16, 14)
+    table = report.tables[0]
+    assert (table.request_id, table.held, table.claim, table.debt) == ("r-0", 2, 2, 0)
+    bench.blocks._holders[15] = 1
+    assert "unit 15: 1 holders noted, 0 found" in bench.engine.inspect_kv().fault
+
+
 def test_a_failed_requests_kv_is_never_found_in_the_prefix_cache():
     prompt = [9, *range(20)]
     bench = make_bench(num_blocks=32, fail_when=lambda rows: any(r.end > 21 for r in rows))

@@ -25,6 +25,8 @@ from tailrace.types import (
     EngineRequest,
     EngineStats,
     FrontendMessage,
+    InspectKv,
+    KvReport,
     ModelResolved,
     Ping,
     Shutdown,
@@ -85,6 +87,10 @@ class FakeWorker:
         match message:
             case Ping():
                 self.send(EngineOutputs([], self.stats()))
+            case InspectKv():
+                if self.behaviour == "dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                self.send(KvReport("", 16, 64, 64, 0, []))
             case AbortRequests(request_ids):
                 self.aborted += request_ids
             case EngineRequest():

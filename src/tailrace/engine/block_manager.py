@@ -179,6 +179,10 @@ class BlockManager:
         """Sequences that hold lent units."""
         return self._leases.borrowers()
 
+    def tables(self) -> Iterable[Table]:
+        """Every table that is open."""
+        return self._tables.values()
+
     # A sequence's life
 
     def lookup(self, token_ids: Sequence[int], salt: str) -> int:

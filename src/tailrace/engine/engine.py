@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import structlog
 
 from tailrace.engine.sequence import Sequence, Status
-from tailrace.types import EngineStats, RequestTimes, TokenOutput
+from tailrace.errors import IntegrityError
+from tailrace.types import EngineStats, KvReport, KvTable, RequestTimes, TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -167,6 +168,35 @@ class Engine:
             step_time_s=count.step_time_s,
             step_tokens=count.step_tokens,
             busy_s_total=count.busy_s,
+        )
+
+    def inspect_kv(self) -> KvReport:
+        """Check the KV pool and describe it; takes time in its size."""
+        blocks = self.scheduler.blocks
+        try:
+            blocks.check_integrity()
+            fault = ""
+        except IntegrityError as error:
+            log.exception("kv_pool_broken")
+            fault = str(error)
+        return KvReport(
+            fault=fault,
+            block_size=blocks.unit_tokens,
+            total_blocks=blocks.num_units,
+            free_blocks=blocks.available_units,
+            reserved_blocks=blocks.reserved_units,
+            tables=[
+                KvTable(
+                    request_id=table.seq_id,
+                    held=len(table.units),
+                    shared=table.shared,
+                    ahead=len(table.ahead),
+                    claim=table.lease.claim,
+                    short=table.lease.short,
+                    debt=table.lease.debt,
+                )
+                for table in blocks.tables()
+            ],
         )
 
     def _fault(self, request: EngineRequest) -> str | None:

@@ -33,6 +33,7 @@ from tailrace.types import (
     EngineOutputs,
     EngineRequest,
     FrontendMessage,
+    InspectKv,
     ModelResolved,
     Ping,
     Shutdown,
@@ -61,6 +62,7 @@ class _Frontend:
 
     outputs: list[TokenOutput] = field(default_factory=list)
     wants_stats: bool = False
+    wants_kv: bool = False
 
 
 class Mailbox:
@@ -113,6 +115,8 @@ class Mailbox:
                 self._owners.setdefault(message.request_id, identity)
             elif isinstance(message, Ping):
                 self._frontends[identity].wants_stats = True
+            elif isinstance(message, InspectKv):
+                self._frontends[identity].wants_kv = True
             messages.append(message)
 
     def post(self, outputs: list[TokenOutput]) -> None:
@@ -133,6 +137,9 @@ class Mailbox:
                 self._send(identity, EngineOutputs(frontend.outputs, stats))
                 frontend.outputs = []
                 frontend.wants_stats = False
+            if frontend.wants_kv:
+                self._send(identity, engine.inspect_kv())
+                frontend.wants_kv = False
 
     def close(self) -> None:
         """Deliver what is under way and close."""
@@ -185,8 +192,8 @@ class Worker:
                 self.mailbox.post(self.engine.abort(request_ids))
             case Shutdown():
                 self.stopping = True
-            case Ping():
-                pass
+            case Ping() | InspectKv():
+                pass  # the mailbox knows who asked
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from tailrace.types import EngineReady, EngineRequest, EngineStats, TokenOutput
+    from tailrace.types import EngineReady, EngineRequest, EngineStats, KvReport, TokenOutput
 
 
 class EngineState(enum.Enum):
@@ -93,6 +93,14 @@ class EngineClient(Protocol):
 
         Raises:
             RequestError: 503, the engine is not ready.
+        """
+        ...
+
+    async def inspect_kv(self) -> KvReport:
+        """Have the KV pool checked and described.
+
+        Raises:
+            RequestError: 503, the engine is not ready, or died over it.
         """
         ...
 
