@@ -15,6 +15,7 @@ give units back tail first, so that happens only where two computed the same tex
 from __future__ import annotations
 
 import struct
+from array import array
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
@@ -39,9 +40,9 @@ class PrefixCache:
         self.unit_tokens = unit_tokens
         self._pack = struct.Struct(f"<Q{unit_tokens}I").pack
         self._found: dict[bytes, int] = {}
-        # By unit; empty where it is not known.
+        # By unit; empty, and 0, where it is not known.
         self._keys = [b""] * num_units
-        self._entries = [0] * num_units
+        self._entries = array("Q", bytes(8 * num_units))
         self._last_serial = 0
         self._idle: OrderedDict[int, None] = OrderedDict()
 
