@@ -288,13 +288,16 @@ class BlockManager:
                 self._ahead_units -= 1
                 if not ahead:
                     del spare[table.seq_id]
-            elif table.order == 2 and not len(units) & 3 and (unit := pool.take(2)) != NONE:
-                ahead += (unit + 3, unit + 2, unit + 1)
-                self._ahead_units += 3
-                self._runs[2] += 1
-                spare[table.seq_id] = table
             else:
-                continue
+                order = min(table.order, _ALIGNED[len(units) & 3])
+                unit = pool.take(order)
+                if unit == NONE:
+                    continue
+                self._runs[order] += 1
+                if order:
+                    ahead.extend(range(unit + (1 << order) - 1, unit, -1))
+                    self._ahead_units += (1 << order) - 1
+                    spare[table.seq_id] = table
             lease.claim -= 1
             taken += 1
             holders[unit] = 1
