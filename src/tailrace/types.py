@@ -59,6 +59,19 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Prefix-cache entries are shared only between requests of one salt."""
 
 
+class ReserveKv(msgspec.Struct, frozen=True, tag="reserve"):
+    """Lease KV for a request whose body is still arriving.
+
+    The request of this id takes the lease over; `AbortRequests`, or time, gives it back.
+    """
+
+    request_id: str
+    num_tokens: int
+    """Known of its prompt so far. Only what nobody else was promised is leased."""
+    lifetime_s: float
+    """Given back where the request has not come by then."""
+
+
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
     """Forget these requests; their KV units return within one step. Unknown ids are no error."""
 
@@ -77,7 +90,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Exit with status 0 once no request is left."""
 
 
-FrontendMessage = EngineRequest | AbortRequests | Ping | InspectKv | Shutdown
+FrontendMessage = EngineRequest | ReserveKv | AbortRequests | Ping | InspectKv | Shutdown
 """What a front end sends to the engine."""
 
 

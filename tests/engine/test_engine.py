@@ -10,7 +10,7 @@ from tailrace.clock import VirtualClock
 from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.engine import Engine
 from tailrace.engine.scheduler import Scheduler
-from tailrace.types import EngineRequest, SamplingParams, TokenOutput
+from tailrace.types import EngineRequest, ReserveKv, SamplingParams, TokenOutput
 from tests.support.fake_runner import VOCAB, FakeRunner, expected_output
 
 CONTEXT = 64
@@ -330,6 +330,50 @@ def test_the_kv_report_tells_who_holds_what_and_what_is_broken():
     assert (table.request_id, table.held, table.claim, table.debt) == ("r-0", 2, 2, 0)
     bench.blocks._holders[15] = 1
     assert "unit 15: 1 holders noted, 0 found" in bench.engine.inspect_kv().fault
+
+
+def test_a_lease_for_an_arriving_request_is_taken_over_given_back_or_expires():
+    bench = make_bench(num_blocks=32)
+    blocks, clock = bench.blocks, bench.engine._clock
+    for name in ("r-0", "r-1", "r-2", "r-0"):
+        bench.engine.reserve(ReserveKv(name, 40, 5.0))
+    assert blocks.reserved_units == 15
+    assert bench.engine.abort(["r-1"]) == []
+    assert blocks.reserved_units == 10
+    bench.engine.add(request("r-0", [1] * 40, 4))
+    bench.step()
+    assert blocks.reserved_units == 5  # r-2's
+    clock.advance(5.0)
+    bench.run()
+    bench.step()
+    assert blocks.reserved_units == blocks.leased_units == 0
+    assert bench.reasons == {"r-0": "length"}
+
+
+def test_a_lease_goes_with_a_request_that_is_refused_or_aborted_while_it_waits():
+    bench = make_bench(num_blocks=16, slots=1)
+    bench.engine.add(request("r-0", [1] * 10, 20))
+    for name in ("r-1", "r-2"):
+        bench.engine.reserve(ReserveKv(name, 16, 5.0))
+    assert bench.engine.add(request("r-1", [], 4)).finish_reason == "error"
+    bench.engine.add(request("r-2", [2] * 16, 4))
+    bench.step()
+    assert bench.blocks.reserved_units == 2
+    bench.take(bench.engine.abort(["r-2"]))
+    assert bench.blocks.reserved_units == 0
+    bench.run()
+
+
+def test_a_request_finds_its_own_lease_where_there_is_no_other_room():
+    bench = make_bench(num_blocks=16, slots=4)
+    bench.engine.reserve(ReserveKv("r-1", 64, 5.0))
+    bench.engine.add(request("r-0", [1] * 20, 40))
+    bench.step()
+    assert bench.blocks.unclaimed_units == 0
+    bench.engine.add(request("r-1", [2] * 50, 14))
+    bench.step()
+    assert bench.engine.stats().running_requests == 2
+    bench.run()
 
 
 def test_a_failed_requests_kv_is_never_found_in_the_prefix_cache():

@@ -78,6 +78,7 @@ class FakeEngine:
         )
         self.restarts_total = 0
         self.kv_fault = ""
+        self.reserved: dict[str, int] = {}
         self.pids: dict[str, int] = {}
         self.requests: list[EngineRequest] = []
         """All that were submitted, in order."""
@@ -115,6 +116,10 @@ class FakeEngine:
         task = asyncio.get_running_loop().create_task(self._play(request))
         self._tasks[request.request_id] = task
         return queue
+
+    def reserve(self, request_id, num_tokens, lifetime_s) -> None:
+        del lifetime_s
+        self.reserved[request_id] = num_tokens
 
     async def inspect_kv(self) -> KvReport:
         return KvReport(

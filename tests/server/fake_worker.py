@@ -29,6 +29,7 @@ from tailrace.types import (
     KvReport,
     ModelResolved,
     Ping,
+    ReserveKv,
     Shutdown,
     TokenOutput,
 )
@@ -61,6 +62,7 @@ class FakeWorker:
         self.identity = b""
         self.decoder = msgspec.msgpack.Decoder(FrontendMessage)
         self.aborted: list[str] = []
+        self.reserved: set[str] = set()
 
     def run(self) -> int:
         if self.behaviour == "early":
@@ -90,10 +92,14 @@ class FakeWorker:
             case InspectKv():
                 if self.behaviour == "dies":
                     os.kill(os.getpid(), signal.SIGKILL)
-                self.send(KvReport("", 16, 64, 64, 0, []))
+                self.send(KvReport("", 16, 64, 64, len(self.reserved), []))
+            case ReserveKv(request_id):
+                self.reserved.add(request_id)
             case AbortRequests(request_ids):
                 self.aborted += request_ids
+                self.reserved -= set(request_ids)
             case EngineRequest():
+                self.reserved.discard(message.request_id)
                 self.answer(message.request_id)
 
     def answer(self, request_id: str) -> None:

@@ -399,7 +399,7 @@ class BlockManager:
         """
         lease = self._leases.open(holder)
         self._reservations[holder] = lease
-        wanted = min(self.units_for(num_tokens), self.unclaimed_units)
+        wanted = max(0, min(self.units_for(num_tokens), self.unclaimed_units))
         self._leases.want(lease, wanted, self.available_units)
         return lease.claim
 
@@ -410,6 +410,11 @@ class BlockManager:
             self._leases.close(lease)
             self._leases.settle(self.available_units)
             self.closings += 1
+
+    def reserved_for(self, holder: str) -> int:
+        """Units that a reservation promises; 0 where there is none."""
+        lease = self._reservations.get(holder)
+        return lease.claim if lease is not None else 0
 
     def check_integrity(self) -> None:
         """Verify every rule that the structures can break; takes time in the pool's size.

@@ -137,6 +137,7 @@ class Scheduler:
         """
         if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
+            self.blocks.release(sequence.request_id)
         else:
             self._give_back(sequence, forget=forget)
             if sequence.num_output:
@@ -286,7 +287,8 @@ class Scheduler:
     def _has_room(self, sequence: Sequence) -> bool:
         blocks = self.blocks
         expected = sequence.num_prompt + sequence.expected_output
-        if blocks.units_for(expected) <= blocks.unclaimed_units:
+        unclaimed = blocks.unclaimed_units + blocks.reserved_for(sequence.request_id)
+        if blocks.units_for(expected) <= unclaimed:
             return True
         # What running sequences hold of its prefix costs nothing; looked up only where it matters.
         tokens, salt = sequence.token_ids, sequence.cache_salt
@@ -295,10 +297,12 @@ class Scheduler:
         if not self.running:
             return now <= blocks.available_units
         if now > blocks.available_units or sequence.preemptions:
-            return now + later <= blocks.unclaimed_units
-        if now + later <= blocks.unclaimed_units:
+            return now + later <= unclaimed
+        if now + later <= unclaimed:
             return True
-        return self._forecast((now, sequence.expected_output)) <= self._usable_units
+        others = blocks.reserved_units - blocks.reserved_for(sequence.request_id)
+        peak = self._forecast((now, sequence.expected_output))
+        return peak + others <= self._usable_units
 
     @property
     def _usable_units(self) -> int:
@@ -313,7 +317,7 @@ class Scheduler:
             units = -(-sequence.length // unit) - _table_of(sequence).shared
             left = sequence.expected_output - sequence.num_output - sequence.pending_tokens
             held.append((units, max(left, 1)))
-        return peak_units(held, unit) + self.blocks.reserved_units
+        return peak_units(held, unit)
 
     def _preempt(self, step: Step, victim: Sequence) -> None:
         """Send a running sequence back to wait, to be recomputed."""

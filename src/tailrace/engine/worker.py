@@ -37,6 +37,7 @@ from tailrace.types import (
     InspectKv,
     ModelResolved,
     Ping,
+    ReserveKv,
     Shutdown,
     TokenOutput,
 )
@@ -189,6 +190,8 @@ class Worker:
                 refused = self.engine.add(message)
                 if refused is not None:
                     self.mailbox.post([refused])
+            case ReserveKv():
+                self.engine.reserve(message)
             case AbortRequests(request_ids):
                 self.mailbox.post(self.engine.abort(request_ids))
             case Shutdown():

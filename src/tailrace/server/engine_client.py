@@ -96,6 +96,16 @@ class EngineClient(Protocol):
         """
         ...
 
+    def reserve(self, request_id: str, num_tokens: int, lifetime_s: float) -> None:
+        """Lease KV for a request whose body is still arriving; `abort` gives it back.
+
+        Args:
+            request_id: The request that will be submitted.
+            num_tokens: Known of its prompt so far.
+            lifetime_s: Given back by itself after so long.
+        """
+        ...
+
     async def inspect_kv(self) -> KvReport:
         """Have the KV pool checked and described.
 
@@ -105,5 +115,5 @@ class EngineClient(Protocol):
         ...
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget requests: no further output of theirs comes."""
+        """Forget requests: no further output of theirs comes, and no lease stays."""
         ...
