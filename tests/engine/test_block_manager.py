@@ -364,6 +364,15 @@ def test_a_reservation_is_taken_over_by_its_table_or_given_up():
     blocks.check_integrity()
 
 
+def test_a_reservation_is_kept_from_others_that_are_short():
+    blocks = BlockManager(8, SIZE)
+    blocks.reserve("a", 40)
+    other = blocks.open("other", [1] * 64, "")
+    assert (other.lease.claim, other.lease.short) == (3, 5)
+    assert blocks.open("a", [2] * 40, "").lease.claim == 5
+    blocks.check_integrity()
+
+
 def test_wrong_use_is_an_error_that_names_the_sequence():
     blocks = BlockManager(2, SIZE)
     table = blocks.open("a", [1], "")

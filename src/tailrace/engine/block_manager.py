@@ -223,8 +223,9 @@ class BlockManager:
         """
         if seq_id in self._tables:
             raise EngineError(f"sequence {seq_id} holds units already")
-        self.release(seq_id)
-        table = Table(seq_id, self._leases.open(seq_id), parent=salt)
+        # Not given up and asked for again: others that are short would come first.
+        reserved = self._reservations.pop(seq_id, None)
+        table = Table(seq_id, reserved or self._leases.open(seq_id), parent=salt)
         if self._cache is not None:
             self._take_prefix(table, token_ids, salt)
             table.commit_at = (table.known + 1) * self.unit_tokens
