@@ -5,7 +5,8 @@
 
 Both servers are started with dummy weights and less than half of the memory each, prefix caches
 off, and stay up; every cell is then measured A B A (or A B A B with --rounds 2): the first arm
-comes again last, as a check for drift. Requests are greedy, of exact lengths, the same for both.
+comes again last, as a check for drift. Requests are of exact lengths, the same for both, and greedy
+unless --temperature says otherwise.
 
 A cell is TRAFFIC:cUSERS:SECONDS (closed loop, no thinking) or TRAFFIC:rRATE:SECONDS (Poisson).
 Counted is a window: from the moment when as many requests have ended as there are users (in an
@@ -75,6 +76,7 @@ def main() -> None:
     parser.add_argument("--arguments", default="", help="Added to `tailrace serve`.")
     parser.add_argument("--cell", action="append", required=True)
     parser.add_argument("--rounds", type=int, default=1, help="2: A B A B; 1: A B A.")
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--most-requests", type=int, default=1000)
     parser.add_argument("--out", type=Path, default=Path("gpu-serving"))
     asyncio.run(measure(parser.parse_args()))
@@ -131,8 +133,8 @@ async def measure(arguments: argparse.Namespace) -> None:
     print_table(rows, names)
 
 
-def options() -> TrialOptions:
-    return TrialOptions(temperature=0.0, timeout_s=180.0)
+def options(arguments: argparse.Namespace) -> TrialOptions:
+    return TrialOptions(temperature=arguments.temperature, timeout_s=180.0)
 
 
 async def warm(
@@ -145,7 +147,11 @@ async def warm(
         work = Work(schedule, await maker.make_all(schedule), users=16)
         for name, server in servers.items():
             await run_trial(
-                server, work, arguments.out / f"warm-{name}", options(), stop=asyncio.Event()
+                server,
+                work,
+                arguments.out / f"warm-{name}",
+                options(arguments),
+                stop=asyncio.Event(),
             )
 
 
