@@ -38,6 +38,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.blocks = BlockManager(self.num_units, self.size, mixed_sizes=self.mixed_sizes)
+        self.blocks._loose_units = 4  # which a larger pool affords
         self.kv: dict[tuple[int, int], tuple] = {}
         self.open_: dict[str, ModelSequence] = {}
         self.opened = 0
@@ -316,6 +317,24 @@ def test_long_sequences_take_32s_and_short_ones_8s():
     blocks.grow(long, 608)
     assert long.units == [*before, before[-1] + 1]
     assert blocks.runs_total == (3, 0, 19)
+
+
+def test_runs_stay_whole_in_a_pool_that_is_full_of_cached_prefixes():
+    blocks = BlockManager(2048, SIZE)
+    lengths = [520 + 37 * i % 200 for i in range(120)]
+    running: list[Table] = []
+    for i, length in enumerate(lengths):
+        if len(running) == 12:
+            blocks.close(running.pop(i % 12))
+        tokens = list(range(1000 * i, 1000 * i + length))
+        table = blocks.open(str(i), tokens, "", length + 40)
+        for end in (*range(64, length, 64), length):
+            blocks.grow(table, end)
+            blocks.commit(table, tokens, end)
+        running.append(table)
+    blocks.check_integrity()
+    assert blocks.evictions_total > 4000
+    assert blocks.wide_share > 0.9
 
 
 def test_blocks_of_one_size_are_single_units():
