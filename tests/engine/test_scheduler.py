@@ -24,9 +24,25 @@ def sequence(index: int, prompt: int, output: int = 10, priority: int = 0) -> Se
     )
 
 
-def scheduler(blocks: int = 64, slots: int = 4, budget: int = 16) -> Scheduler:
+def scheduler(
+    blocks: int = 64, slots: int = 4, budget: int = 16, surprised: bool = False
+) -> Scheduler:
+    """Make a scheduler; a surprised one has only ever seen answers of one token."""
     pool = BlockManager(blocks, SIZE, prefix_cache=False)
-    return Scheduler(pool, max_batch_size=slots, token_budget=budget)
+    chosen = Scheduler(pool, max_batch_size=slots, token_budget=budget)
+    for _ in range(20 * surprised):
+        chosen.answers.observe(1)
+    return chosen
+
+
+def run(chosen: Scheduler, steps: int = 1000) -> list:
+    """Run to the end, or for so many steps; return the steps."""
+    done = []
+    while chosen.has_work and len(done) < steps:
+        done.append(chosen.schedule())
+        settle(chosen, done[-1])
+        chosen.blocks.check_integrity()
+    return done
 
 
 def settle(chosen: Scheduler, step) -> None:
@@ -91,9 +107,9 @@ def test_a_prompt_that_does_not_fit_waits_and_nobody_overtakes_it():
 
 
 def test_nobody_is_admitted_in_a_step_that_preempts():
-    chosen = scheduler(blocks=4, budget=100)
-    chosen.add(sequence(0, 14, output=50))
-    chosen.add(sequence(1, 6, output=50))
+    chosen = scheduler(blocks=8, budget=100, surprised=True)
+    chosen.add(sequence(0, 14, output=40))
+    chosen.add(sequence(1, 6, output=40))
     settle(chosen, chosen.schedule())
     preempting = None
     for _ in range(30):
@@ -107,6 +123,80 @@ def test_nobody_is_admitted_in_a_step_that_preempts():
     assert [s.request_id for s in chosen.running] == ["s0"]
     assert chosen.waiting[0].request_id == "s1"
     assert chosen.waiting[0].preemptions == 1
+
+
+def test_a_prompt_that_cannot_be_leased_in_full_is_admitted_where_others_end_first():
+    # s0 is leased 8 + 64 tokens, 9 units; s1 8 + 8, 2 units.
+    chosen = scheduler(blocks=20, budget=100, slots=8)
+    for index, output in enumerate([64, 8]):
+        chosen.add(sequence(index, 8, output=output))
+    chosen.schedule()
+    assert chosen.blocks.unclaimed_units == 9
+    # 46 + 30 more would fill 10; but they are gone again before s0 is half through.
+    chosen.add(sequence(3, 46, output=30))
+    step = chosen.schedule()
+    assert [s.request_id for s in step.admitted] == ["s3"]
+    assert chosen.blocks.unclaimed_units == 0
+    # One that would still be there when s0 needs its units is not.
+    chosen.add(sequence(4, 40, output=64))
+    assert not chosen.schedule().admitted
+
+
+def test_an_owner_gets_its_units_back_from_a_borrower_that_was_expected_to_end():
+    chosen = scheduler(blocks=14, budget=100)
+    owner, borrower = sequence(0, 8, output=72), sequence(1, 20, output=60)
+    chosen.add(owner)
+    settle(chosen, chosen.schedule())
+    for _ in range(20):
+        chosen.answers.observe(2)
+    chosen.add(borrower)
+    lent = 0
+    for _ in range(71):  # the owner gets its token in every step
+        step = chosen.schedule()
+        assert step.chunks[0].sequence is owner
+        lent = max(lent, chosen.blocks.lent_units)
+        settle(chosen, step)
+        chosen.blocks.check_integrity()
+    assert owner.status is Status.FINISHED
+    assert owner.preemptions == 0
+    assert lent > 0
+    assert borrower.preemptions == chosen.returns_total == chosen.preemptions_total == 1
+    run(chosen)
+    assert borrower.num_output == 60
+
+
+def test_a_prompts_chunk_is_cut_to_what_is_available_before_anybody_goes():
+    chosen = scheduler(blocks=10, budget=32)
+    chosen.add(sequence(0, 60, output=4))
+    settle(chosen, chosen.schedule())
+    # Somebody takes what was promised, all but one unit.
+    chosen.blocks.expect(chosen.running[0].kv, 0)
+    other = chosen.blocks.open("other", [1], "")
+    chosen.blocks.grow(other, 5 * SIZE)
+    step = chosen.schedule()
+    assert spans(step) == [("s0", 32, 40)]
+    assert not step.preempted
+
+
+def test_who_was_preempted_comes_back_on_a_full_lease_at_least_twice_as_long():
+    chosen = scheduler(blocks=10, budget=100, surprised=True)
+    for index in range(3):
+        chosen.add(sequence(index, 15, output=40))
+    preempted = {}
+    while chosen.has_work:
+        step = chosen.schedule()
+        for waiting in chosen.waiting:
+            if waiting.preemptions:
+                preempted[waiting.request_id] = waiting.num_output
+        for admitted in step.admitted:
+            if admitted.preemptions:
+                length = min(2 * preempted[admitted.request_id], admitted.max_output)
+                assert admitted.expected_output >= length
+                assert admitted.kv.lease.debt == admitted.kv.lease.short == 0
+        settle(chosen, step)
+        chosen.blocks.check_integrity()
+    assert preempted
+    assert chosen.preemptions_total < 10
 
 
 def test_a_freed_slot_is_released_before_it_is_given_again():
@@ -134,10 +224,11 @@ def test_a_budget_below_the_batch_is_refused():
     blocks=st.integers(11, 40),
     budget=st.integers(4, 64),
     depth=st.integers(1, 2),
+    surprised=st.booleans(),
 )
-def test_rules_hold_for_any_work(jobs, blocks, budget, depth):
+def test_rules_hold_for_any_work(jobs, blocks, budget, depth, surprised):
     """Budget kept, decodes never starved, blocks accounted for, everybody ends."""
-    chosen = scheduler(blocks=blocks, budget=budget)
+    chosen = scheduler(blocks=blocks, budget=budget, surprised=surprised)
     for index, (prompt, output, priority) in enumerate(jobs):
         chosen.add(sequence(index, prompt, output, priority))
     in_flight = []
@@ -159,7 +250,7 @@ def test_rules_hold_for_any_work(jobs, blocks, budget, depth):
                 break
             settle(chosen, in_flight.pop(0))
     assert not chosen.has_work
-    assert chosen.blocks.held_blocks == 0
+    assert chosen.blocks.held_units == 0
 
 
 def test_rows_that_pad_the_decodes_are_taken_from_the_prompts_budget():

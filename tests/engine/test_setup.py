@@ -7,15 +7,15 @@ from tailrace.errors import ConfigError
 
 def test_the_pool_follows_the_memory_given_to_it():
     context, blocks = setup.size_kv(EngineConfig(kv_cache_gib=1.0), 8192, 2**15)
-    assert (context, blocks) == (8192, 2048)
+    assert (context, blocks) == (8192, 4096)
 
 
 def test_tokens_asked_for_beat_the_memory_size():
-    assert setup.size_kv(EngineConfig(kv_cache_tokens=100), 64, 1) == (64, 6)
+    assert setup.size_kv(EngineConfig(kv_cache_tokens=100), 64, 1) == (64, 12)
 
 
 def test_a_small_pool_bounds_the_context_unless_one_was_asked_for():
-    assert setup.size_kv(EngineConfig(kv_cache_tokens=100), 8192, 1) == (96, 6)
+    assert setup.size_kv(EngineConfig(kv_cache_tokens=100), 8192, 1) == (96, 12)
     with pytest.raises(ConfigError, match="96 tokens, less than one sequence"):
         setup.size_kv(EngineConfig(kv_cache_tokens=100, context_length=97), 8192, 1)
 
@@ -27,7 +27,7 @@ def test_a_context_beyond_the_models_is_refused_with_both_numbers():
 
 def test_a_pool_without_a_single_block_is_refused():
     with pytest.raises(ConfigError, match="holds 0 tokens"):
-        setup.size_kv(EngineConfig(kv_cache_tokens=15), 8192, 1)
+        setup.size_kv(EngineConfig(kv_cache_tokens=7), 8192, 1)
 
 
 def test_the_token_budget_is_what_was_set_or_at_least_a_token_for_everybody():

@@ -4,7 +4,15 @@ import pytest
 import zmq
 
 from tailrace.config import EngineConfig
-from tailrace.types import AbortRequests, EngineFatal, EngineOutputs, ModelResolved, Ping
+from tailrace.types import (
+    AbortRequests,
+    EngineFatal,
+    EngineOutputs,
+    InspectKv,
+    KvReport,
+    ModelResolved,
+    Ping,
+)
 from tests.support.tiny import make_tiny_checkpoint
 from tests.support.worker_client import WorkerClient
 
@@ -82,6 +90,20 @@ def test_an_abort_returns_every_block(client):
             break
     assert stats.held_blocks == 0
     assert stats.free_blocks == stats.total_blocks
+
+
+def test_the_kv_pool_is_checked_and_described_while_a_request_runs(client):
+    client.add("held", [5] * 20, max_tokens=400, temperature=0.0, ignore_eos=True)
+    while not any(o.request_id == "held" for o in client.wait_for(EngineOutputs).outputs):
+        pass
+    client.send(InspectKv())
+    report = client.wait_for(KvReport)
+    client.send(AbortRequests(["held"]))
+    client.collect("held")
+    assert report.fault == ""
+    assert [table.request_id for table in report.tables] == ["held"]
+    assert report.tables[0].held >= 3
+    assert report.free_blocks < report.total_blocks
 
 
 def test_a_bad_request_and_garbage_frames_leave_the_others_alone(client):

@@ -16,6 +16,8 @@ from tailrace.types import (
     EngineReady,
     EngineRequest,
     EngineStats,
+    KvReport,
+    KvTable,
     RequestTimes,
     TokenLogprobs,
     TokenOutput,
@@ -75,6 +77,8 @@ class FakeEngine:
             warmup_s=0.0,
         )
         self.restarts_total = 0
+        self.kv_fault = ""
+        self.reserved: dict[str, int] = {}
         self.pids: dict[str, int] = {}
         self.requests: list[EngineRequest] = []
         """All that were submitted, in order."""
@@ -112,6 +116,20 @@ class FakeEngine:
         task = asyncio.get_running_loop().create_task(self._play(request))
         self._tasks[request.request_id] = task
         return queue
+
+    def reserve(self, request_id, num_tokens, lifetime_s) -> None:
+        del lifetime_s
+        self.reserved[request_id] = num_tokens
+
+    async def inspect_kv(self) -> KvReport:
+        return KvReport(
+            fault=self.kv_fault,
+            block_size=16,
+            total_blocks=64,
+            free_blocks=60,
+            reserved_blocks=0,
+            tables=[KvTable("r", held=4, shared=1, ahead=0, claim=2, short=0, debt=0)],
+        )
 
     def abort(self, request_ids) -> None:
         for request_id in request_ids:

@@ -25,8 +25,11 @@ from tailrace.types import (
     EngineRequest,
     EngineStats,
     FrontendMessage,
+    InspectKv,
+    KvReport,
     ModelResolved,
     Ping,
+    ReserveKv,
     Shutdown,
     TokenOutput,
 )
@@ -59,6 +62,7 @@ class FakeWorker:
         self.identity = b""
         self.decoder = msgspec.msgpack.Decoder(FrontendMessage)
         self.aborted: list[str] = []
+        self.reserved: set[str] = set()
 
     def run(self) -> int:
         if self.behaviour == "early":
@@ -85,9 +89,17 @@ class FakeWorker:
         match message:
             case Ping():
                 self.send(EngineOutputs([], self.stats()))
+            case InspectKv():
+                if self.behaviour == "dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                self.send(KvReport("", 16, 64, 64, len(self.reserved), []))
+            case ReserveKv(request_id):
+                self.reserved.add(request_id)
             case AbortRequests(request_ids):
                 self.aborted += request_ids
+                self.reserved -= set(request_ids)
             case EngineRequest():
+                self.reserved.discard(message.request_id)
                 self.answer(message.request_id)
 
     def answer(self, request_id: str) -> None:

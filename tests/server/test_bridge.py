@@ -162,6 +162,47 @@ def test_an_abort_reaches_the_engine_and_the_front_end_forgets():
     run(main())
 
 
+def test_all_who_ask_for_the_kv_pool_get_a_report():
+    async def main():
+        async with running("normal") as held:
+            with pytest.raises(RequestError, match="starting"):
+                await held.bridge.inspect_kv()
+            bridge = await held.ready()
+            one, other = await asyncio.gather(bridge.inspect_kv(), bridge.inspect_kv())
+            assert one.total_blocks == other.total_blocks == 64
+
+    run(main())
+
+
+def test_a_lease_is_told_to_the_engine_and_given_back():
+    async def main():
+        async with running("normal") as held:
+            held.bridge.reserve("early", 100, 5.0)  # not ready: nothing to lease from
+            bridge = await held.ready()
+            bridge.reserve("a", 100, 5.0)
+            bridge.reserve("b", 100, 5.0)
+            assert (await bridge.inspect_kv()).reserved_blocks == 2
+            bridge.abort(["a", "early"])
+            assert (await bridge.inspect_kv()).reserved_blocks == 1
+            await outputs(bridge.submit(request("b")))
+            assert (await bridge.inspect_kv()).reserved_blocks == 0
+            bridge.abort(["b"])
+
+    run(main())
+
+
+def test_an_engine_that_dies_over_the_kv_pool_leaves_nobody_waiting():
+    async def main():
+        async with running("dies", "normal") as held:
+            bridge = await held.ready()
+            with pytest.raises(RequestError, match="engine died"):
+                await bridge.inspect_kv()
+            await until(lambda: bridge.state is EngineState.READY)
+            assert (await bridge.inspect_kv()).fault == ""
+
+    run(main())
+
+
 def test_an_engine_that_dies_ends_its_requests_and_is_started_again():
     async def main():
         async with running("dies", "normal") as held:

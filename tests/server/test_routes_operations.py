@@ -4,6 +4,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tailrace import __version__
+from tailrace.config import Config, ServerConfig
 from tailrace.server.engine_client import EngineState
 from tailrace.types import EngineStats
 from tests.server.fake_engine import FakeEngine, Script
@@ -67,6 +68,26 @@ def test_an_engine_without_its_text_side_is_still_starting(app):
     answer = app.get("/health")
     assert (answer.status_code, answer.json()["status"]) == (503, "starting")
     assert answer.json()["model"] is None
+
+
+def test_the_kv_pool_is_described_only_where_the_flag_allows_it(app, tiny_folder):
+    answer = app.get("/debug/kv")
+    assert answer.status_code == 404
+    assert "--debug-kv" in answer.text
+    config = Config(server=ServerConfig(debug_kv=True))
+    with running_app(tiny_folder, config=config) as open_app:
+        answer = open_app.get("/debug/kv")
+        assert answer.status_code == 200
+        described = answer.json()
+        assert (described["total_blocks"], described["free_blocks"], described["fault"]) == (
+            64,
+            60,
+            "",
+        )
+        assert described["tables"][0]["claim"] == 2
+        open_app.engine.kv_fault = "unit 3 is in two places"
+        answer = open_app.get("/debug/kv")
+        assert (answer.status_code, answer.json()["fault"]) == (500, "unit 3 is in two places")
 
 
 def test_health_before_the_first_report(app):

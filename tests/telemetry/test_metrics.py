@@ -158,6 +158,31 @@ def test_the_engine_is_shown_as_it_was_last_reported():
     assert value(text, "cache_config_info", block_size="16", num_gpu_blocks="100") == 1
 
 
+def test_the_block_managers_state_is_shown_with_causes_and_sizes():
+    text = Metrics().render(
+        stats=stats(
+            block_size=8,
+            leased_blocks=20,
+            lent_blocks=5,
+            wide_share=0.75,
+            preemptions_total=9,
+            returns_total=2,
+            lent_blocks_total=31,
+            evictions_total=6,
+            runs_total=(1, 2, 3),
+        )
+    )
+    assert value(text, "kv_cache_leased_blocks") == 20
+    assert value(text, "kv_cache_lent_blocks") == 5
+    assert value(text, "kv_cache_wide_share") == 0.75
+    assert value(text, "preemptions_by_cause_total", cause="lent_back") == 2
+    assert value(text, "preemptions_by_cause_total", cause="outgrown") == 7
+    assert value(text, "kv_cache_blocks_lent_total") == 31
+    assert value(text, "kv_cache_evictions_total") == 6
+    runs = [value(text, "kv_cache_runs_total", tokens=str(size)) for size in (8, 16, 32)]
+    assert runs == [1, 2, 3]
+
+
 def test_before_the_engine_has_reported_its_families_are_absent_not_zero():
     names = {name for name, *_ in samples(Metrics().render())}
     assert "tailrace:num_requests_running" not in names

@@ -118,7 +118,7 @@ def load_runner(
         sampler,
         kernels,
         num_blocks=num_blocks,
-        block_size=config.block_size,
+        block_size=config.kv_unit_tokens,
         num_slots=config.max_batch_size,
         context_length=context,
         token_budget=token_budget,
@@ -208,7 +208,7 @@ def size_pool(
     Raises:
         ConfigError: The pool cannot hold one sequence of the context.
     """
-    size = config.block_size
+    size = config.kv_unit_tokens
     pool = config.kv_cache_tokens or plan.kv // bytes_per_token
     num_blocks = pool // size
     if not config.context_length:

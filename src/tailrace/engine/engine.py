@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import structlog
 
 from tailrace.engine.sequence import Sequence, Status
-from tailrace.types import EngineStats, RequestTimes, TokenOutput
+from tailrace.errors import IntegrityError
+from tailrace.types import EngineStats, KvReport, KvTable, RequestTimes, TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from tailrace.engine.block_manager import BlockManager
     from tailrace.engine.runner import StepResult
     from tailrace.engine.scheduler import Chunk, Scheduler, Step
-    from tailrace.types import EngineRequest, TokenLogprobs
+    from tailrace.types import EngineRequest, ReserveKv, TokenLogprobs
 
 
 log = structlog.get_logger("tailrace.engine")
@@ -105,6 +106,8 @@ class Engine:
         self._submit = submit
         self._clock = clock
         self._sequences: dict[str, Sequence] = {}
+        self._reserved: dict[str, float] = {}
+        """Deadlines of leases whose request has not come yet."""
         self._in_flight: _InFlight | None = None
         self._last_done_s = 0.0
         self._counters = _Counters()
@@ -117,21 +120,35 @@ class Engine:
     def add(self, request: EngineRequest) -> TokenOutput | None:
         """Queue a request; return its final output at once where it cannot be served."""
         fault = self._fault(request)
+        was_reserved = self._reserved.pop(request.request_id, None) is not None
         if fault is not None:
+            if was_reserved:
+                self.scheduler.blocks.release(request.request_id)
             return TokenOutput(request.request_id, [], finish_reason="error", error=fault)
         sequence = Sequence.from_request(request, self.context_length)
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
         return None
 
+    def reserve(self, wish: ReserveKv) -> None:
+        """Lease KV for a request that is still arriving; a second wish of an id does nothing."""
+        request_id = wish.request_id
+        if request_id not in self._sequences and request_id not in self._reserved:
+            self.scheduler.blocks.reserve(request_id, wish.num_tokens)
+            self._reserved[request_id] = self._clock() + wish.lifetime_s
+
     def abort(self, request_ids: Iterable[str]) -> list[TokenOutput]:
         """Forget requests; return a final output for each that was known."""
         wanted = dict.fromkeys(request_ids)  # an id that comes twice ends its request once
+        for request_id in wanted:
+            if self._reserved.pop(request_id, None) is not None:
+                self.scheduler.blocks.release(request_id)
         found = [self._sequences[i] for i in wanted if i in self._sequences]
         return [self._finish(sequence, "abort", self._clock()) for sequence in found]
 
     def step(self) -> list[TokenOutput]:
         """Issue the next step, then wait for the one in flight and return what it brought."""
+        self._expire_reservations()
         issued = self._issue()
         previous, self._in_flight = self._in_flight, issued
         return self._collect(previous) if previous is not None else []
@@ -144,21 +161,68 @@ class Engine:
             time_s=self._clock(),
             running_requests=len(running),
             waiting_requests=len(self.scheduler.waiting),
-            total_blocks=blocks.num_blocks,
-            free_blocks=blocks.free_blocks,
-            block_size=blocks.block_size,
-            live_tokens=sum(sequence.num_computed for sequence in running),
-            held_blocks=blocks.held_blocks,
+            total_blocks=blocks.num_units,
+            free_blocks=blocks.available_units,
+            block_size=blocks.unit_tokens,
+            # A shared unit is full, and each of its holders counted its tokens.
+            live_tokens=sum(sequence.num_computed for sequence in running)
+            - blocks.duplicate_units * blocks.unit_tokens,
+            held_blocks=blocks.held_units,
+            leased_blocks=blocks.leased_units,
+            lent_blocks=blocks.lent_units,
+            wide_share=blocks.wide_share,
             prompt_tokens_total=count.prompt_tokens,
             generation_tokens_total=count.generation_tokens,
             cached_tokens_total=blocks.hit_tokens_total,
             prefix_query_tokens_total=blocks.query_tokens_total,
             preemptions_total=self.scheduler.preemptions_total,
+            returns_total=self.scheduler.returns_total,
+            lent_blocks_total=blocks.lent_units_total,
+            evictions_total=blocks.evictions_total,
+            runs_total=blocks.runs_total,
             steps_total=count.steps,
             step_time_s=count.step_time_s,
             step_tokens=count.step_tokens,
             busy_s_total=count.busy_s,
         )
+
+    def inspect_kv(self) -> KvReport:
+        """Check the KV pool and describe it; takes time in its size."""
+        blocks = self.scheduler.blocks
+        try:
+            blocks.check_integrity()
+            fault = ""
+        except IntegrityError as error:
+            log.exception("kv_pool_broken")
+            fault = str(error)
+        return KvReport(
+            fault=fault,
+            block_size=blocks.unit_tokens,
+            total_blocks=blocks.num_units,
+            free_blocks=blocks.available_units,
+            reserved_blocks=blocks.reserved_units,
+            tables=[
+                KvTable(
+                    request_id=table.seq_id,
+                    held=len(table.units),
+                    shared=table.shared,
+                    ahead=len(table.ahead),
+                    claim=table.lease.claim,
+                    short=table.lease.short,
+                    debt=table.lease.debt,
+                )
+                for table in blocks.tables()
+            ],
+        )
+
+    def _expire_reservations(self) -> None:
+        """Give back what was leased for requests that never came."""
+        if not self._reserved:
+            return
+        now = self._clock()
+        for request_id in [i for i, deadline_s in self._reserved.items() if deadline_s <= now]:
+            del self._reserved[request_id]
+            self.scheduler.blocks.release(request_id)
 
     def _fault(self, request: EngineRequest) -> str | None:
         """Say what is wrong with a request that the front end should have refused."""

@@ -241,8 +241,8 @@ def _input_tokens(
 def _attention_batch(
     chunks: list[Chunk], starts: np.ndarray, blocks: BlockManager
 ) -> AttentionBatch:
-    size = blocks.block_size
-    # Only as many blocks as this step reaches: tables may already be longer.
+    size = blocks.unit_tokens
+    # Only as many units as this step reaches: tables may already be longer.
     widths = [-(-chunk.end // size) for chunk in chunks]
     tables = np.full((len(chunks), max(widths)), -1, dtype=np.int32)
     positions = np.empty(int(starts[-1]), dtype=np.int64)

@@ -5,14 +5,19 @@ Rules, in this order:
 2. Decodes come first, one token each, so that no prompt can starve a running stream.
 3. What the budget leaves goes to prefills in order (priority, then age): first those under way,
    then new ones. Several may be mid-prefill at once.
-4. A waiting sequence is admitted only where a slot is free and its whole prompt fits what is free
-   now, so that admission itself never causes a preemption.
-5. Out of blocks, the youngest running sequence is preempted (recomputed later); the oldest is kept.
-   Nobody is admitted in a step that preempted somebody.
-6. A preempted sequence whose last token is still in flight waits until that token is known.
+4. A waiting sequence is admitted where a slot is free, its whole prompt fits what is available
+   now, and its expected length can be leased; or, on borrowed units, where the pool is not forecast
+   to overflow before somebody ends. Who was preempted once is admitted on a full lease only.
+5. Out of units, a sequence inside its lease gets them back from the youngest borrower, which is
+   preempted (recomputed later). One beyond its lease can preempt only borrowers younger than
+   itself, else it is the one to go. So nobody is preempted inside a full lease, and each preemption
+   at least doubles the lease: everybody ends.
+6. A prompt's chunk is cut to what is available before anybody is preempted for it.
+7. Nobody is admitted in a step that preempted somebody.
+8. A preempted sequence whose last token is still in flight waits until that token is known.
 
 Steps overlap (see sequence.py): `schedule` may be called for step N+1 before `commit` of step N.
-Blocks that a preempted or finished sequence gives back may be handed out at once although a step
+Units that a preempted or finished sequence gives back may be handed out at once although a step
 in flight still writes to them: the device runs steps in order, so the new owner writes last.
 """
 
@@ -22,13 +27,17 @@ import bisect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tailrace.engine.forecast import AnswerLengths, peak_units
 from tailrace.engine.sequence import NO_SLOT, Sequence, Status
 from tailrace.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from tailrace.engine.block_manager import BlockManager
+    from tailrace.engine.block_manager import BlockManager, Table
+
+# More costs concurrency, less costs preemptions: docs/performance.md, "The block manager".
+_MARGIN_UNITS = 2
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,7 @@ class Scheduler:
     """Decides who runs; owns the waiting and running lists and the slots.
 
     Args:
-        blocks: The KV blocks, asked and told by nobody else.
+        blocks: The KV units, asked and told by nobody else.
         max_batch_size: Slots.
         token_budget: Most positions of a step; at least `max_batch_size`.
         padded_decodes: Rows that the device computes for so many decodes. What it adds counts
@@ -102,8 +111,13 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions_total = 0
+        self.returns_total = 0
+        """Preemptions that gave lent units back to an owner; others had outgrown their lease."""
+        self.answers = AnswerLengths()
         self._free_slots = list(range(max_batch_size - 1, -1, -1))
         self._released: list[int] = []
+        self._refused: tuple[str, int] | None = None
+        """Who did not fit, and how often anything had been given back by then."""
 
     @property
     def has_work(self) -> bool:
@@ -123,13 +137,17 @@ class Scheduler:
         """
         if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
+            self.blocks.release(sequence.request_id)
         else:
             self._give_back(sequence, forget=forget)
+            if sequence.num_output:
+                self.answers.observe(sequence.num_output)
         sequence.move("finish")
 
     def schedule(self) -> Step:
         """Choose the next step's chunks; empty chunks mean that there is nothing to do now."""
         step = Step()
+        self.blocks.advance(self._at_the_end())
         for decodes in (True, False):
             # A copy: preemption shortens the list from its young end.
             for sequence in list(self.running):
@@ -144,14 +162,22 @@ class Scheduler:
         self._note_issued(step)
         return step
 
+    def _at_the_end(self) -> Iterable[Table]:
+        """Tables without room for the next token."""
+        for sequence in self.running:
+            table = sequence.kv
+            if table is not None and sequence.num_computed >= table.capacity:
+                yield table
+
     def commit(self, chunk: Chunk) -> None:
         """Note that a chunk has run: its full blocks become findable in the prefix cache."""
         self.retire(chunk)
         sequence = chunk.sequence
-        # Preempted or finished meanwhile: its blocks are gone. (Running again is impossible: a
+        # Preempted or finished meanwhile: its units are gone. (Running again is impossible: a
         # preempted sequence is not admitted while it has steps in flight.)
-        if sequence.status is Status.RUNNING:
-            self.blocks.commit(sequence.request_id, sequence.token_ids, chunk.end)
+        table = sequence.kv
+        if table is not None and chunk.end >= table.commit_at:
+            self.blocks.commit(table, sequence.token_ids, chunk.end)
 
     @staticmethod
     def retire(chunk: Chunk) -> None:
@@ -161,17 +187,56 @@ class Scheduler:
             chunk.sequence.pending_tokens -= 1
 
     def _extend(self, step: Step, sequence: Sequence) -> None:
-        """Give a running sequence its next chunk, at the cost of younger ones if need be."""
+        """Give a running sequence its next chunk, at the cost of borrowers if need be."""
         if not sequence.wants_work or self._left(step) <= 0:
             return
         end = self._chunk_end(step, sequence)
-        while not self.blocks.can_grow(sequence.request_id, end):
-            victim = self.running[-1]
+        table = _table_of(sequence)
+        if end > table.capacity:
+            end = self._grow(step, sequence, table, end)
+            if not end:
+                return
+        step.add(_chunk(sequence, end))
+
+    def _grow(self, step: Step, sequence: Sequence, table: Table, end: int) -> int:
+        """Make room up to `end`; return where there is room to, or 0: `sequence` was preempted.
+
+        missing     |==========|=========|       units of this chunk
+                      its claim  beyond it
+        available   |=======|                    short of its claim: a borrower must go
+        available   |==============|             else a prompt's chunk is cut to this
+        """
+        blocks = self.blocks
+        if not table.lease.wanted and sequence.uncomputed == 1:
+            self._expect_more(sequence, table)
+        while True:
+            missing, available = blocks.missing(table, end), blocks.available_units
+            if missing <= available:
+                blocks.grow(table, end)
+                return end
+            owed = min(missing, table.lease.claim)
+            reachable = table.capacity + available * blocks.unit_tokens
+            if owed <= available and reachable > sequence.num_computed:
+                end = reachable
+                continue
+            victim = self._victim(sequence, is_owner=owed > 0)
             self._preempt(step, victim)
             if victim is sequence:
-                return
-        self.blocks.grow(sequence.request_id, end)
-        step.add(_chunk(sequence, end))
+                return 0
+            self.returns_total += owed > 0
+
+    def _victim(self, sequence: Sequence, *, is_owner: bool) -> Sequence:
+        """Choose the youngest borrower; who is not an owner may have to go itself."""
+        borrowers = set(self.blocks.borrowers())
+        if not is_owner:
+            borrowers.add(sequence.request_id)
+        return next(s for s in reversed(self.running) if s.request_id in borrowers)
+
+    def _expect_more(self, sequence: Sequence, table: Table) -> None:
+        """Guess again for a sequence that outgrew its lease."""
+        so_far = sequence.num_output + sequence.pending_tokens
+        sequence.expected_output = self.answers.expect(so_far, sequence.max_output)
+        self.blocks.expect(table, sequence.num_prompt + sequence.expected_output)
 
     def _chunk_end(self, step: Step, sequence: Sequence) -> int:
         """Where a chunk ends that takes what the step's budget has left."""
@@ -181,34 +246,78 @@ class Scheduler:
         return self.token_budget - step.num_tokens - step.padding
 
     def _admit(self, step: Step) -> None:
-        """Start waiting sequences, in order, while slots, blocks and budget last."""
+        """Start waiting sequences, in order, while slots, units and budget last."""
         while self.waiting and self._free_slots and self._left(step) > 0:
             sequence = self.waiting[0]
             if sequence.steps_in_flight or not self._fits(sequence):
                 return  # nobody overtakes: smaller ones cannot starve the first in order
             self.waiting.pop(0)
-            sequence.num_computed = self.blocks.open(
-                sequence.request_id, sequence.token_ids, sequence.cache_salt
+            table = self.blocks.open(
+                sequence.request_id,
+                sequence.token_ids,
+                sequence.cache_salt,
+                sequence.num_prompt + sequence.expected_output,
             )
+            sequence.kv = table
+            sequence.num_computed = table.cached_tokens
             if not sequence.preemptions:
-                sequence.cached_tokens = sequence.num_computed
+                sequence.cached_tokens = table.cached_tokens
             sequence.move("admit")
             sequence.slot = self._free_slots.pop()
             bisect.insort(self.running, sequence, key=lambda s: s.order)
             step.admitted.append(sequence)
             end = self._chunk_end(step, sequence)
-            self.blocks.grow(sequence.request_id, end)
+            self.blocks.grow(table, end)
             step.add(_chunk(sequence, end))
 
     def _fits(self, sequence: Sequence) -> bool:
-        """Whether the whole prompt, and a first token of every runner, fits the free blocks."""
-        size = self.blocks.block_size
-        needed = -(-(sequence.length + 1) // size)
-        # A prefix-cache hit is not subtracted: idle cached blocks count as free and would be
-        # counted twice. Safe, if pessimistic where a running sequence holds the hit.
-        reserve = len(self.running)
-        free = self.blocks.free_blocks
-        return needed + reserve <= free or (not self.running and needed <= free)
+        """Whether a waiting sequence may start; guesses how long it will become."""
+        blocks = self.blocks
+        if self._refused == (sequence.request_id, blocks.closings):
+            return False  # nothing was given back since
+        guess = self.answers.expect(sequence.num_output, sequence.max_output)
+        if sequence.preemptions:  # rule 5: at least twice as long as it was
+            doubled = min(2 * sequence.num_output, sequence.max_output)
+            guess = max(guess, sequence.expected_output, doubled)
+        sequence.expected_output = guess
+        fits = self._has_room(sequence)
+        self._refused = None if fits else (sequence.request_id, blocks.closings)
+        return fits
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        blocks = self.blocks
+        expected = sequence.num_prompt + sequence.expected_output
+        unclaimed = blocks.unclaimed_units + blocks.reserved_for(sequence.request_id)
+        if blocks.units_for(expected) <= unclaimed:
+            return True
+        # What running sequences hold of its prefix costs nothing; looked up only where it matters.
+        tokens, salt = sequence.token_ids, sequence.cache_salt
+        now = blocks.demand(tokens, salt, sequence.length + 1)
+        later = blocks.units_for(expected) - blocks.units_for(sequence.length + 1)
+        if not self.running:
+            return now <= blocks.available_units
+        if now > blocks.available_units or sequence.preemptions:
+            return now + later <= unclaimed
+        if now + later <= unclaimed:
+            return True
+        others = blocks.reserved_units - blocks.reserved_for(sequence.request_id)
+        peak = self._forecast((now, sequence.expected_output))
+        return peak + others <= self._usable_units
+
+    @property
+    def _usable_units(self) -> int:
+        """Units that forecasts may fill: each runner may be off by a little."""
+        return self.blocks.num_units - _MARGIN_UNITS * len(self.running)
+
+    def _forecast(self, newcomer: tuple[int, int]) -> float:
+        """Units that will be held at the fullest moment, with a newcomer."""
+        unit = self.blocks.unit_tokens
+        held = [newcomer]
+        for sequence in self.running:
+            units = -(-sequence.length // unit) - _table_of(sequence).shared
+            left = sequence.expected_output - sequence.num_output - sequence.pending_tokens
+            held.append((units, max(left, 1)))
+        return peak_units(held, unit)
 
     def _preempt(self, step: Step, victim: Sequence) -> None:
         """Send a running sequence back to wait, to be recomputed."""
@@ -222,7 +331,8 @@ class Scheduler:
         self.add(victim)
 
     def _give_back(self, sequence: Sequence, *, forget: bool = False) -> None:
-        self.blocks.close(sequence.request_id, forget=forget)
+        self.blocks.close(_table_of(sequence), forget=forget)
+        sequence.kv = None
         self.running.remove(sequence)
         self._free_slots.append(sequence.slot)
         self._released.append(sequence.slot)
@@ -236,6 +346,12 @@ class Scheduler:
             chunk.sequence.steps_in_flight += 1
             if chunk.samples:
                 chunk.sequence.pending_tokens += 1
+
+
+def _table_of(sequence: Sequence) -> Table:
+    if sequence.kv is None:
+        raise EngineError(f"sequence {sequence.request_id} runs without a table")
+    return sequence.kv
 
 
 def _chunk(sequence: Sequence, end: int) -> Chunk:

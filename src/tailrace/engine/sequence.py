@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from tailrace.errors import EngineError
 
 if TYPE_CHECKING:
+    from tailrace.engine.block_manager import Table
     from tailrace.types import EngineRequest, SamplingParams, TokenLogprobs
 
 
@@ -68,6 +69,10 @@ class Sequence:
     steps_in_flight: int = 0
     preemptions: int = 0
     cached_tokens: int = 0
+    kv: Table | None = None
+    """Its units, while it runs."""
+    expected_output: int = 0
+    """Tokens of the whole answer, as guessed when it was last admitted or outgrew the guess."""
     scheduled_s: float = 0.0
     first_token_s: float = 0.0
     prompt_scored: int = 0

@@ -97,13 +97,13 @@ def load(config: EngineConfig, folder: Path) -> Loaded:
         model,
         sampler,
         num_blocks=num_blocks,
-        block_size=config.block_size,
+        block_size=config.kv_unit_tokens,
         num_slots=config.max_batch_size,
     )
     return Loaded(
         model=model,
         runner=runner,
-        blocks=BlockManager(num_blocks, config.block_size, prefix_cache=config.prefix_cache),
+        blocks=make_blocks(config, num_blocks, prefix_cache=config.prefix_cache),
         context_length=context,
         device=f"cpu ({threads} threads, {kernels.name} kernels, {dtype} weights)",
     )
@@ -117,19 +117,29 @@ def _load_on_gpu(config: EngineConfig, folder: Path) -> Loaded:
     return Loaded(
         model=runner.model,
         runner=runner,
-        blocks=BlockManager(num_blocks, config.block_size, prefix_cache=config.prefix_cache),
+        blocks=make_blocks(config, num_blocks, prefix_cache=config.prefix_cache),
         context_length=context,
         device=device,
     )
 
 
+def make_blocks(config: EngineConfig, num_units: int, *, prefix_cache: bool) -> BlockManager:
+    """Make the pool's block manager."""
+    return BlockManager(
+        num_units,
+        config.kv_unit_tokens,
+        prefix_cache=prefix_cache,
+        mixed_sizes=config.mixes_block_sizes,
+    )
+
+
 def size_kv(config: EngineConfig, max_position: int, bytes_per_token: int) -> tuple[int, int]:
-    """Return (context length in tokens, KV blocks).
+    """Return (context length in tokens, KV units).
 
     Raises:
         ConfigError: The context asked for exceeds the model's, or the pool cannot hold it.
     """
-    size = config.block_size
+    size = config.kv_unit_tokens
     asked = config.context_length
     if asked > max_position:
         raise ConfigError(f"--context-length {asked}: the model holds {max_position} tokens")
@@ -186,7 +196,7 @@ def warm_up(config: EngineConfig, loaded: Loaded, submit: Callable[..., Future[A
         EngineError: A warm-up request failed, so no client's would succeed.
     """
     started_s = time.monotonic()
-    blocks = BlockManager(loaded.blocks.num_blocks, config.block_size, prefix_cache=False)
+    blocks = make_blocks(config, loaded.blocks.num_units, prefix_cache=False)
     engine = make_engine(config, replace(loaded, blocks=blocks), submit)
     # On a GPU each length class has kernels of its own, compiled at their first use.
     lengths = (64, 64, 1100, 3100) if config.gpus else (64,) * 4
@@ -218,8 +228,8 @@ def ready(
         context_length=loaded.context_length,
         vocab_size=loaded.model.config.vocab_size,
         eos_token_ids=sorted(engine.eos_token_ids),
-        total_blocks=loaded.blocks.num_blocks,
-        block_size=config.block_size,
+        total_blocks=loaded.blocks.num_units,
+        block_size=config.kv_unit_tokens,
         device=loaded.device,
         load_s=load_s,
         warmup_s=warmup_s,

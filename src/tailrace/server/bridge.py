@@ -30,8 +30,11 @@ from tailrace.types import (
     EngineOutputs,
     EngineReady,
     FrontendMessage,
+    InspectKv,
+    KvReport,
     ModelResolved,
     Ping,
+    ReserveKv,
     Shutdown,
     TokenOutput,
 )
@@ -95,6 +98,9 @@ class Bridge:
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
         self._process: EngineProcess | None = None
+        self._reserved: set[str] = set()
+        """Requests that have a lease and have not come yet."""
+        self._kv_asked: list[asyncio.Future[KvReport]] = []
         self._last_heard_s = 0.0
         self._cause = ""  # of the latest incarnation's end
         self._stop_asked = asyncio.Event()
@@ -147,12 +153,39 @@ class Bridge:
             raise RequestError(f"the engine is {self._state.value}", status=503, retry_after_s=2.0)
         queue = OutputQueue()
         self._queues[request.request_id] = queue
+        self._reserved.discard(request.request_id)
         self._send(request)
         return queue
 
+    def reserve(self, request_id: str, num_tokens: int, lifetime_s: float) -> None:
+        """Lease KV for a request whose body is still arriving; `abort` gives it back.
+
+        Does nothing while the engine is not ready: the request will be told.
+        """
+        if self._state is EngineState.READY:
+            self._reserved.add(request_id)
+            self._send(ReserveKv(request_id, num_tokens, lifetime_s))
+
+    async def inspect_kv(self) -> KvReport:
+        """Have the KV pool checked and described.
+
+        Raises:
+            RequestError: 503, the engine is not ready, or died over it.
+        """
+        if self._state is not EngineState.READY:
+            raise RequestError(f"the engine is {self._state.value}", status=503, retry_after_s=2.0)
+        report: asyncio.Future[KvReport] = asyncio.get_running_loop().create_future()
+        self._kv_asked.append(report)
+        self._send(InspectKv())
+        return await report
+
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget requests: no further output of theirs comes."""
-        known = [i for i in request_ids if self._queues.pop(i, None) is not None]
+        """Forget requests: no further output of theirs comes, and no lease stays."""
+        wanted = set(request_ids)
+        known = [*(self._queues.keys() & wanted), *(self._reserved & wanted)]
+        for request_id in known:
+            self._queues.pop(request_id, None)
+        self._reserved -= wanted
         if known and self._state is EngineState.READY:
             self._send(AbortRequests(known))
 
@@ -315,6 +348,8 @@ class Bridge:
                 self._on_stats(stats)
                 for output in outputs:
                     self._deliver(output)
+            case KvReport():
+                self._answer_inspections(message)
             case ModelResolved(folder):
                 self._on_resolved(folder)
             case EngineReady():
@@ -332,7 +367,20 @@ class Bridge:
         if queue is not None:
             queue.put_nowait(output)
 
+    def _answer_inspections(self, answer: KvReport | RequestError) -> None:
+        """Tell all who asked; one report is as good as another."""
+        asked, self._kv_asked = self._kv_asked, []
+        for report in asked:
+            if report.done():
+                continue  # who asked has gone
+            if isinstance(answer, KvReport):
+                report.set_result(answer)
+            else:
+                report.set_exception(answer)
+
     def _fail_open_requests(self, why: str) -> None:
+        self._answer_inspections(RequestError(why, status=503, retry_after_s=2.0))
         queues, self._queues = self._queues, {}
+        self._reserved.clear()
         for request_id, queue in queues.items():
             queue.put_nowait(TokenOutput(request_id, [], finish_reason="error", error=why))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from tailrace.types import EngineReady, EngineRequest, EngineStats, TokenOutput
+    from tailrace.types import EngineReady, EngineRequest, EngineStats, KvReport, TokenOutput
 
 
 class EngineState(enum.Enum):
@@ -96,6 +96,24 @@ class EngineClient(Protocol):
         """
         ...
 
+    def reserve(self, request_id: str, num_tokens: int, lifetime_s: float) -> None:
+        """Lease KV for a request whose body is still arriving; `abort` gives it back.
+
+        Args:
+            request_id: The request that will be submitted.
+            num_tokens: Known of its prompt so far.
+            lifetime_s: Given back by itself after so long.
+        """
+        ...
+
+    async def inspect_kv(self) -> KvReport:
+        """Have the KV pool checked and described.
+
+        Raises:
+            RequestError: 503, the engine is not ready, or died over it.
+        """
+        ...
+
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget requests: no further output of theirs comes."""
+        """Forget requests: no further output of theirs comes, and no lease stays."""
         ...

@@ -1,10 +1,16 @@
-"""For operators and probes: /health, /ready, /live, /metrics, /version. None touches the engine."""
+"""For operators and probes: /health, /ready, /live, /metrics, /version, /debug/kv.
+
+Only the last, which is off by default, asks the engine for anything.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from tailrace import __version__
+from tailrace.errors import RequestError
 from tailrace.server.engine_client import EngineState
 
 if TYPE_CHECKING:
@@ -51,12 +57,21 @@ async def version(services: Services, request: Request) -> None:
     await request.send_json(200, {"version": __version__})
 
 
+async def debug_kv(services: Services, request: Request) -> None:
+    """GET /debug/kv: the KV pool, checked; 500 where it breaks a rule, 404 without --debug-kv."""
+    if not services.config.server.debug_kv:
+        raise RequestError("/debug/kv is served with --debug-kv only", status=404)
+    report = await services.engine.inspect_kv()
+    await request.send_json(500 if report.fault else 200, msgspec.to_builtins(report))
+
+
 ROUTES: dict[tuple[str, str], Handler] = {
     ("GET", "/health"): health,
     ("GET", "/ready"): ready,
     ("GET", "/live"): live,
     ("GET", "/metrics"): metrics,
     ("GET", "/version"): version,
+    ("GET", "/debug/kv"): debug_kv,
 }
 
 

@@ -161,8 +161,8 @@ class _Snapshot:
 def fragmentation(stats: EngineStats) -> float:
     """1 - live tokens / (held blocks x block size): the share of held KV that no token fills.
 
-    Blocks shared by several sequences hold their tokens once for each, so sharing can make this
-    negative; it is cut at 0.
+    What several sequences share counts once on both sides. A block is the engine's unit, 8 tokens
+    by default; what is promised to sequences ahead of need is not held (`kv_cache_leased_blocks`).
     """
     held = stats.held_blocks * stats.block_size
     return max(0.0, 1.0 - stats.live_tokens / held) if held else 0.0
@@ -174,6 +174,9 @@ def _engine_gauges(stats: EngineStats) -> Iterator[Metric]:
     yield _gauge("num_requests_waiting", "Requests that wait for a place", stats.waiting_requests)
     yield _gauge("kv_cache_usage_perc", "Share of KV blocks held by requests, 0 to 1", used)
     yield _gauge("kv_cache_fragmentation", "Share of held KV without a token", fragmentation(stats))
+    yield _gauge("kv_cache_leased_blocks", "KV blocks promised ahead of need", stats.leased_blocks)
+    yield _gauge("kv_cache_lent_blocks", "Promised KV blocks that others hold", stats.lent_blocks)
+    yield _gauge("kv_cache_wide_share", "Share of table entries in runs of 4", stats.wide_share)
     yield _gauge("engine_step_seconds", "The last step's time", stats.step_time_s)
     yield _gauge("engine_step_tokens", "The last step's tokens", stats.step_tokens)
     info = GaugeMetricFamily(
@@ -191,8 +194,29 @@ def _engine_counters(stats: EngineStats) -> Iterator[Metric]:
     )
     yield _counter("prefix_cache_hits", "Prompt tokens found cached", stats.cached_tokens_total)
     yield _counter("num_preemptions", "Sequences sent back to wait", stats.preemptions_total)
+    yield from _block_counters(stats)
     yield _counter("engine_steps", "Steps run", stats.steps_total)
     yield _counter("engine_busy_seconds", "Time with a step to run", stats.busy_s_total)
+
+
+def _block_counters(stats: EngineStats) -> Iterator[Metric]:
+    outgrown = stats.preemptions_total - stats.returns_total
+    causes = CounterMetricFamily(
+        f"{PREFIX}preemptions_by_cause",
+        "lent_back: the lender needed its blocks; outgrown: no block left beyond its lease",
+        labels=["cause"],
+    )
+    causes.add_metric(["lent_back"], stats.returns_total)
+    causes.add_metric(["outgrown"], outgrown)
+    yield causes
+    sizes = CounterMetricFamily(
+        f"{PREFIX}kv_cache_runs", "Runs of KV blocks handed out, by their tokens", labels=["tokens"]
+    )
+    for order, count in enumerate(stats.runs_total):
+        sizes.add_metric([str(stats.block_size << order)], count)
+    yield sizes
+    yield _counter("kv_cache_blocks_lent", "KV blocks ever lent", stats.lent_blocks_total)
+    yield _counter("kv_cache_evictions", "Cached blocks given to others", stats.evictions_total)
 
 
 def _gpu_gauges(gpus: Sequence[GpuReading]) -> Iterator[Metric]:
