@@ -25,7 +25,7 @@ import unicodedata
 from dataclasses import dataclass
 from typing import Any
 
-_MARKS = frozenset(",.;:!?()[]{}\"、。，．；：！？（）「」『』【】《》…")  # noqa: RUF001
+_MARKS = frozenset(',.;:!?()[]{}"、。，．；：！？（）「」『』【】《》…')  # noqa: RUF001
 """No apostrophe: some patterns join "'s" to the word before it."""
 
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -51,7 +51,7 @@ _OTHERS = frozenset(
         _ENDINGS,
         *("'s", "'t", "'re", "'ve", "'m", "'ll", "'d"),
         *(r"\p{N}", r"\p{N}{1,3}", r"\p{N}+", r" ?\p{N}+"),
-        r"[一-龥぀-ゟ゠-ヿ]+",
+        r"[一-龥぀-ゟ゠-ヿ]+",  # noqa: RUF001
         r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+",
         r" ?[\p{P}\p{S}]+[\r\n]*",
         r" ?[^\s\p{L}\p{N}]+",

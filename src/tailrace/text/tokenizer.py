@@ -20,7 +20,7 @@ from tailrace.text.cuts import find_cuts
 from tailrace.text.decoding import read_decoder
 from tailrace.text.incremental import IncrementalEncoder, IncrementalSpans, Span
 from tailrace.text.plain_vocabulary import inner_form, is_control, plain_form
-from tailrace.text.token_length import longest_token_chars
+from tailrace.text.token_length import token_length
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -73,7 +73,7 @@ class Tokenizer:
         self._cuts = find_cuts(spec, added)
         self._plain_cuts = find_cuts(spec, [a for a in added if not is_control(a)])
         self._frame = None if self._cuts is None else _read_frame(self._full)
-        self._longest_token_chars = None if self._cuts is None else longest_token_chars(spec)
+        self._token_length = None if self._cuts is None else token_length(spec)
         self.vocab_size: int = self._full.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self._named_id("bos")
         self.eos_token_id = self._named_id("eos")
@@ -173,14 +173,9 @@ class Tokenizer:
         before, after = self._frame
         return [*before, *ids, *after]
 
-    def fewest_tokens(self, chars: int) -> int:
-        """Return how many tokens a text of so many characters has at least; 0: no bound is known.
-
-        Control tokens spelled in it included.
-        """
-        if self._longest_token_chars is None:
-            return 0
-        return -(-chars // self._longest_token_chars)
+    def fewest_tokens(self, text: str) -> int:
+        """Return how many tokens a text has at least, without encoding it; 0: no bound is known."""
+        return 0 if self._token_length is None else self._token_length.fewest_tokens(text)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of `ids`; ids beyond the vocabulary stand for nothing."""
