@@ -4,8 +4,10 @@ import asyncio
 import json
 
 import pytest
+import tokenizers
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from tailrace.errors import RequestError
 from tailrace.server import early_encoding
@@ -50,9 +52,14 @@ class InParts(HandMadeRequest):
 
 @pytest.fixture(scope="module", params=[TEMPLATE, ODD_TEMPLATE], ids=["plain", "odd"])
 def text(request, tmp_path_factory):
-    folder = vocabularies.write(
-        tmp_path_factory.mktemp("qwen"), "qwen", chat_template=request.param
+    folder = tmp_path_factory.mktemp("qwen")
+    vocabularies.write(folder, "qwen", chat_template=request.param)
+    built = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    built.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A",
+        special_tokens=[("<|endoftext|>", built.token_to_id("<|endoftext|>"))],
     )
+    built.save(str(folder / "tokenizer.json"))
     return load_text(folder)
 
 
@@ -236,7 +243,8 @@ def test_a_prompt_is_encoded_early(text, taken):
 
 def test_a_chat_is_encoded_early_where_the_template_lets(text, taken):
     messages = [
-        {"role": role, "content": LONG[:90]} for role in ("system", "user", "assistant", "user")
+        {"role": role, "content": f"{LONG[:80]} \n "}
+        for role in ("system", "user", "assistant", "user")
     ]
     for some in (messages[:1], messages):
         body = as_body([("messages", some), ("max_tokens", 2)])
