@@ -36,6 +36,14 @@ class OutputQueue(Protocol):
         """
         ...
 
+    def get_nowait(self) -> TokenOutput:
+        """Return the next output, which is there: see `empty`."""
+        ...
+
+    def empty(self) -> bool:
+        """Say whether no output is there."""
+        ...
+
 
 class EngineClient(Protocol):
     """What the routes need of the engine."""

@@ -137,6 +137,8 @@ class Generation:
             member = self._members[0]
             while not member.choice.is_finished:
                 yield self._take(member, await member.queue.get())
+                while not (member.choice.is_finished or member.queue.empty()):
+                    yield self._take(member, member.queue.get_nowait())
             return
         async with self._merged() as outputs:
             while not all(member.choice.is_finished for member in self._members):
@@ -218,6 +220,9 @@ class Generation:
             while True:
                 output = await member.queue.get()
                 merged.put_nowait((member, output))
+                while output.finish_reason is None and not member.queue.empty():
+                    output = member.queue.get_nowait()
+                    merged.put_nowait((member, output))
                 if output.finish_reason is not None:
                     return
 
