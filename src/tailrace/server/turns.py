@@ -100,7 +100,7 @@ class TurnQueue:
     def put_nowait(self, output: TokenOutput) -> None:
         """Add an output."""
         self._outputs.append((self._turns.next_arrival(), output))
-        if self._getter is not None:
+        if self._getter is not None and not self._getter.done():
             self._enter()
 
     async def get(self) -> TokenOutput:
@@ -131,7 +131,8 @@ class TurnQueue:
     def go_on(self) -> bool:
         """Begin a turn; return whether anybody waited for it."""
         self._is_entered = False
-        if self._getter is None or self._getter.done():
+        # An entry may outlive its getter, and what it was made for.
+        if self._getter is None or self._getter.done() or not self._outputs:
             return False
         self._getter.set_result(None)
         return True
