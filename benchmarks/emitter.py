@@ -3,7 +3,8 @@
     python benchmarks/emitter.py --seconds 5 --rounds 3
 
 The real application under uvicorn, pinned to one core, over loopback sockets; the engine is a mock
-in the same process that puts each stream's tokens at 20 ms steps. The client is another process, on
+in the same process that puts each stream's tokens at 20 ms steps, the first one 0.2 s after the
+request came, as a prefill would (so that what is measured is the way out alone). The client is another process, on
 the other cores, that only reads. Delays are stamped in the server: from a token's enqueueing to the
 write of its event. FIFO is the same code with an `asyncio.Queue` for each request.
 
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from tailrace.types import EngineRequest
 
 STEP_S = 0.02
+PREFILL_S = 0.2
 TOKENS_PER_REQUEST = 100
 HIGH_SHARE = 0.05
 PACE_TOKENS_PER_S = 1 / STEP_S
@@ -70,6 +72,7 @@ class Stream:
     priority: int
     queue: asyncio.Queue[TokenOutput] | TurnQueue
     left: int
+    ready_s: float
     has_begun: bool = False
     due: collections.deque[tuple[float, bool]] = dataclasses.field(
         default_factory=collections.deque
@@ -121,7 +124,9 @@ class MockEngine:
         turns = self._turns
         queue = asyncio.Queue() if turns is None else turns.queue(request.priority)
         left = request.sampling.max_tokens
-        stream = Stream(request.request_id, number, request.priority, queue, left)
+        stream = Stream(
+            request.request_id, number, request.priority, queue, left, time.monotonic() + PREFILL_S
+        )
         self.streams[request.request_id] = self.by_number[number] = stream
         return queue
 
@@ -132,7 +137,7 @@ class MockEngine:
     def put_all(self) -> None:
         """Give every stream its next token."""
         now = time.monotonic()
-        for stream in list(self.streams.values()):
+        for stream in [s for s in self.streams.values() if s.ready_s <= now]:
             stream.left -= 1
             is_last = stream.left == 0
             stream.due.append((now, not stream.has_begun))
@@ -257,7 +262,8 @@ async def eager_puts(engine: MockEngine) -> None:
     """The next token as soon as the last ones are written."""
     while True:
         engine.put_all()
-        while engine.outstanding or not engine.streams:
+        await asyncio.sleep(0)
+        while engine.outstanding:
             engine.written.clear()
             await engine.written.wait()
 
