@@ -4,9 +4,10 @@
 
 The real application under uvicorn, pinned to one core, over loopback sockets; the engine is a mock
 in the same process that puts each stream's tokens at 20 ms steps, the first one 0.2 s after the
-request came, as a prefill would (so that what is measured is the way out alone). The client is another process, on
-the other cores, that only reads. Delays are stamped in the server: from a token's enqueueing to the
-write of its event. FIFO is the same code with an `asyncio.Queue` for each request.
+request came, as after a prefill (so that what is measured is the way out alone). The client is
+another process, on the other cores, that only reads. Delays are stamped in the server: from a
+token's enqueueing to the write of its event. FIFO is the same code with an `asyncio.Queue` for each
+request.
 
 First the capacity: all streams get a token as soon as the last round's are written. Then 0.9 and
 1.3 times that load (more streams at the same pace), 5 % of the requests with priority -1.
@@ -323,7 +324,9 @@ def read_all(port: int, streams: int, cores: list[int]) -> None:
         selector.register(connection, selectors.EVENT_READ)
     while True:
         for key, _ in selector.select():
-            data = key.fileobj.recv(1 << 16)
+            data = b""
+            with contextlib.suppress(ConnectionResetError):
+                data = key.fileobj.recv(1 << 16)
             if not data:
                 selector.unregister(key.fileobj)
             elif data.endswith(b"0\r\n\r\n"):
