@@ -14,6 +14,7 @@ from tailrace.server import early_encoding
 from tailrace.server.early_encoding import EarlyEncoding, early_chat, early_prompt
 from tailrace.server.routes_generate import ROUTES as GENERATE
 from tailrace.server.routes_openai import ROUTES as OPENAI
+from tailrace.text.incremental import IncrementalEncoder
 from tests.server.hand_made import HandMadeRequest, load_text, make_services
 from tests.text import vocabularies
 from tests.text.test_incremental import texts
@@ -254,6 +255,24 @@ def test_a_chat_is_encoded_early_where_the_template_lets(text, taken):
     # The odd one begins with how many messages there are, which the first does not tell.
     is_odd = "messages\n" in text.chat_template.render(messages)
     assert [ids is not None for ids in taken] == [True, not is_odd]
+
+
+def test_what_fails_early_is_left_to_the_whole(text, taken, monkeypatch):
+    feed, calls = IncrementalEncoder.feed, []
+
+    def fails(self, part):
+        calls.append(part)
+        ids = feed(self, part)
+        if len(calls) == 20:
+            raise RequestError("no")
+        return ids
+
+    monkeypatch.setattr(IncrementalEncoder, "feed", fails)
+    body = as_body([("prompt", LONG), ("max_tokens", 2)])
+    ((ids, _),) = served(text, "/v1/completions", in_bytes(body))
+    assert taken == [None]
+    assert len(calls) == 20
+    assert ids == text.tokenizer.encode(LONG, add_special_tokens=True)
 
 
 def test_nothing_is_begun_for_a_body_that_comes_whole(text, taken):

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from contextlib import suppress
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from tailrace.errors import RequestError
@@ -86,13 +85,17 @@ class EarlyEncoding(Generic[_T]):
         self._is_on = False
         if self._task is not None:
             await self._task
-        return await self._source.take(whole)
+        ids = await self._source.take(whole)
+        self._source.forget()  # an answer may take minutes
+        return ids
 
     async def _work(self) -> None:
         while self._is_on and self._source.is_worth_it():
-            goes_on = False
-            with suppress(RequestError):  # the whole body will say so
+            try:
                 goes_on = await self._source.step()
+            except RequestError:  # the whole body will say so, and what was done is half done
+                self._source.forget()
+                goes_on = False
             self._is_on = self._is_on and goes_on
         self._task = None
 
