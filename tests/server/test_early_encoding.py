@@ -193,6 +193,28 @@ def test_generate_is_served_alike_however_it_comes(text, prompt, name, late, dat
     assert served(text, "/generate", split(body, cuts)) == served(text, "/generate", [body])
 
 
+def in_fives(body):
+    return [body[i : i + 5] for i in range(0, len(body), 5)]
+
+
+@pytest.mark.parametrize("is_late", [True, False], ids=["after", "before"])
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [("/v1/completions", field) for field in LATE + OF_COMPLETIONS]
+    + [("/v1/chat/completions", field) for field in LATE + OF_CHATS],
+    ids=str,
+)
+def test_each_field_that_matters_counts_before_and_after_the_prompt(text, path, field, is_late):
+    words = "the quick brown fox, and the dog"
+    prompt = (
+        ("messages", [{"role": "user", "content": words}]) if "chat" in path else ("prompt", words)
+    )
+    body = as_body([prompt, field] if is_late else [field, prompt])
+    outcome = served(text, path, in_fives(body))
+    assert outcome == served(text, path, [body])
+    assert outcome
+
+
 message_lists = st.lists(
     st.fixed_dictionaries(
         {"role": st.sampled_from(["user", "assistant", "system"])},
@@ -255,6 +277,14 @@ def test_a_chat_is_encoded_early_where_the_template_lets(text, taken):
     # The odd one begins with how many messages there are, which the first does not tell.
     is_odd = "messages\n" in text.chat_template.render(messages)
     assert [ids is not None for ids in taken] == [True, not is_odd]
+
+
+def test_tools_ahead_of_the_messages_leave_nothing_to_do_early(text, taken):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    messages = [{"role": "user", "content": LONG[:90]}]
+    body = as_body([("tools", tools), ("messages", messages), ("max_tokens", 2)])
+    served(text, "/v1/chat/completions", in_bytes(body))
+    assert taken == [None]
 
 
 def test_what_fails_early_is_left_to_the_whole(text, taken, monkeypatch):

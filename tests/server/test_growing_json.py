@@ -70,7 +70,8 @@ def expected(body):
 @given(bodies, cut_lists, st.booleans(), st.sampled_from([None, 1]))
 def test_every_split_of_valid_json_gives_pythons_strings(body, cuts, ascii_only, indent):
     data = json.dumps(body, ensure_ascii=ascii_only, indent=indent).encode()
-    whole, _ = read([data])
+    whole, reader = read([data])
+    assert reader.keys == body.keys()
     wanted = expected(body)
     assert {place: whole.get(place) for place in wanted} == wanted
     assert read(split(data, cuts))[0] == whole

@@ -73,7 +73,8 @@ class EarlyEncoding(Generic[_T]):
             return
         pieces = self._json.feed(bytes(memoryview(body)[self._seen_bytes :]))
         self._seen_bytes = len(body)
-        self._is_on = all(self._source.note(piece) for piece in pieces)
+        is_hopeless = not self._source.hopeless_with.isdisjoint(self._json.keys)
+        self._is_on = not is_hopeless and all(self._source.note(piece) for piece in pieces)
         if self._is_on and self._task is None and self._source.is_worth_it():
             self._task = asyncio.get_running_loop().create_task(self._work())
 
@@ -105,6 +106,11 @@ class _Source(ABC, Generic[_T]):
 
     is_possible: bool
     """Whether anything can be encoded early."""
+    hopeless_with: frozenset[str] = frozenset()
+    """Fields that change the prompt's beginning: where one has come, there is no use in going on.
+
+    One that comes later costs no more than the work done so far.
+    """
 
     @abstractmethod
     def wants(self, place: Place) -> bool:
@@ -209,6 +215,8 @@ class EarlyChat(_Source[list[Span]]):
     Args:
         services: Of the server.
     """
+
+    hopeless_with = frozenset({"tools", "chat_template_kwargs"})
 
     def __init__(self, services: Services) -> None:
         text = services.text

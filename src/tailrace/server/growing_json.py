@@ -80,6 +80,8 @@ class GrowingJson:
         self._pieces: list[Piece] = []
         self.is_over = False
         """It gave up, or the text has ended."""
+        self.keys: set[str] = set()
+        """Of the outermost object, so far."""
 
     def feed(self, data: bytes) -> list[Piece]:
         """Take more bytes; return what they add to wanted strings."""
@@ -164,7 +166,9 @@ class GrowingJson:
             if len(self._rest) > _MAX_KEY_BYTES:
                 raise _Broken
             return None
-        self._open[-1].step = _unescaped(data[at:end])
+        self._open[-1].step = key = _unescaped(data[at:end])
+        if len(self._open) == 1:
+            self.keys.add(key)
         self._open[-1].awaits_key = False
         self._read = self._read_structure
         return end + 1
