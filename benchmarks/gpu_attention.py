@@ -1,4 +1,4 @@
-"""The attention kernels alone on a GPU: KV layouts, tile shapes, and what they reach of the ceilings.
+"""The attention kernels alone on a GPU: KV layouts and tile shapes beside the ceilings.
 
     python benchmarks/gpu_attention.py --out DIR
 
@@ -211,7 +211,7 @@ def prefill_rows(unit: int, head_major: bool) -> list[dict]:
     return rows
 
 
-def row(name, unit, head_major, shape, ms, rate, what) -> dict:  # noqa: ANN001
+def row(name, unit, head_major, shape, ms, rate, what) -> dict:  # noqa: ANN001, PLR0917
     layout = "head" if head_major else "token"
     return {
         "case": name,
@@ -275,7 +275,8 @@ def print_case(name: str, rows: list[dict]) -> None:
         best = max(group, key=lambda r: r[rate])
         shape = "/".join(map(str, best["shape"].values()))
         print(
-            f"  unit {unit:>2} {layout:<5}-major {best['ms']:.4f} ms {best[rate]:7.2f} {rate}  {shape}"
+            f"  unit {unit:>2} {layout:<5}-major {best['ms']:.4f} ms {best[rate]:7.2f} {rate}"
+            f"  {shape}"
         )
 
 

@@ -1,6 +1,6 @@
 """The GPU engine alone: right first, then prefill and decode rates beside their floors.
 
-    python benchmarks/gpu_engine.py --out DIR [--skip-check] [--profile]
+    python benchmarks/gpu_engine.py --out DIR [--skip-check | --only-check] [--profile]
 
 Check: a tiny random checkpoint of each family, several prompts batched, chunked and out of CUDA
 graphs; every token chosen must be, by transformers in float32 on the same history, the best or
@@ -47,19 +47,22 @@ QWEN_7B = {
 }
 GFLOP_A_TOKEN, KV_BYTES, WEIGHT_BYTES, COPY = 13.05, 57344, 14.1e9, 4.19e12
 DECODES = ((1, 500), (1, 4500), (8, 4500), (32, 4500), (50, 500), (64, 4500), (128, 4500))
-BUDGETS = (512, 1024, 2048, 4096, 8192)
+BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--skip-check", action="store_true")
+    parser.add_argument("--only-check", action="store_true")
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     with ThreadPoolExecutor(1) as runner:
         if not arguments.skip_check:
             for family in ("llama", "qwen2", "qwen3"):
                 check_family(family, runner)
+        if arguments.only_check:
+            return
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(QWEN_7B))
             time_qwen(Path(folder), runner, arguments)
@@ -126,9 +129,8 @@ def check_family(family: str, runner: ThreadPoolExecutor) -> None:
             history = torch.tensor([prompt + output], device="cuda")
             rows = slice(len(prompt) - 1, -1)
             truth = exact(history).logits[0, rows].float()
-            noise = max(
-                noise, float((rounded(history).logits[0, rows].float() - truth).abs().max())
-            )
+            other = rounded(history).logits[0, rows].float()
+            noise = max(noise, float((other - truth).abs().max()))
             chosen = truth.gather(1, torch.tensor(output, device="cuda")[:, None])[:, 0]
             behind = truth.amax(-1) - chosen
             flips += int((behind > 0).sum())
@@ -163,8 +165,8 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
         floor = 1e3 * GFLOP_A_TOKEN / 630e3 * budget
         rows.append({"budget": budget, "tokens_s": rate})
         print(
-            f"prefill, {budget:>5}-token steps: {rate:>8.0f} tokens/s, {1e3 * budget / rate:6.1f} ms "
-            f"a step, GEMM floor at 630 TFLOP/s {floor:6.1f} ms",
+            f"prefill, {budget:>5}-token steps: {rate:>8.0f} tokens/s, "
+            f"{1e3 * budget / rate:6.1f} ms a step, GEMM floor at 630 TFLOP/s {floor:6.1f} ms",
             flush=True,
         )
     for batch, context in DECODES:
@@ -186,6 +188,10 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
         engine = setup.make_engine(
             replace(config, max_num_batched_tokens=1024), kept["loaded"], runner.submit
         )
+        begin(engine, 50, 500, 400)
+        submit(engine, 8, 80, 1, 1000)
+        profile(engine, "small mixed steps: 50 decodes x 500, prompts of 80 tokens", 4)
+        drain(engine)
         begin(engine, 64, 4500, 400)
         submit(engine, 8, 4200, 1, 1000)
         profile(engine, "mixed step: 64 decodes x 4500 and 960 prompt tokens", 5)

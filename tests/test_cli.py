@@ -1,19 +1,26 @@
+import json
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
+from tailrace import cli
+from tailrace.bench.max_rate import Measuring, Subject
+from tailrace.bench.plan import SearchPlan
+from tailrace.bench.traffic.workload import Workload, build
 from tailrace.config import EngineConfig, ServerConfig
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "tailrace", *arguments],
         capture_output=True,
         text=True,
         check=False,
         timeout=120,
+        cwd=cwd,
         env={"COLUMNS": "200", "NO_COLOR": "1", "PATH": ""},
     )
 
@@ -25,13 +32,24 @@ def test_serve_has_one_option_for_each_setting():
         assert entry.metadata["help"]
 
 
-@pytest.mark.parametrize("command", [["--help"], ["serve", "--help"], ["bench", "--help"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["--help"],
+        ["serve", "--help"],
+        ["bench", "--help"],
+        ["compare", "--help"],
+        ["bench", "max-rate", "--help"],
+        ["bench", "locustfile"],
+    ],
+)
 def test_help_imports_neither_torch_nor_the_server(command):
     probe = (
         "import sys; from tailrace.cli import app\n"
         f"try: app({command!r})\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'uvicorn', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules)\n"
+        "heavy = {'torch', 'uvicorn', 'transformers', 'matplotlib', 'numpy', 'locust', 'gevent',\n"
+        "         'tailrace.bench.plan', 'tailrace.bench.report'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     done = subprocess.run(
@@ -56,3 +74,60 @@ def test_a_mistyped_option_names_the_nearest():
     done = run("serve", "--blok-size", "8")
     assert done.returncode == 2
     assert "--block-size" in done.stderr
+
+
+def test_traffic_options_are_the_workload_s_fields():
+    given_otherwise = {"source", "rate_rps", "users", "seed"}
+    known = {entry.name for entry in fields(Workload) if entry.init} - given_otherwise
+    assert set(cli._TRAFFIC) == known
+
+
+def test_measuring_options_are_the_harness_s_fields():
+    assert set(cli._SUBJECT) == {entry.name for entry in fields(Subject)}
+    given_otherwise = {"traffic", "limits", "platform"}
+    assert set(cli._MEASURING) == {entry.name for entry in fields(Measuring)} - given_otherwise
+    assert set(cli._SEARCH) == {entry.name for entry in fields(SearchPlan)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["compare", "nowhere.toml", "--out", "o"], "nowhere.toml: No such file or directory"),
+        (
+            ["bench", "max-rate", "chat70", "--url", "http://x", "--limit", "p95_tfft=1"],
+            "did you mean 'ttft'?",
+        ),
+        (["bench", "max-rate", "chat70", "--limit", "p95_ttft=1"], "give either --url"),
+        (["bench", "run", "chat70", "--url", "http://x"], "nothing to measure"),
+        (
+            ["bench", "run", "chat7", "--url", "http://x", "--rate", "1"],
+            "did you mean 'chat70'?",
+        ),
+        (["bench", "report", "nowhere"], "nowhere/result.json"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_readable_line(arguments, said, tmp_path):
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert done.stderr.startswith("tailrace: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_export_is_read_back_as_the_same_traffic(tmp_path):
+    file = tmp_path / "out.jsonl"
+    options = ["--rate", "5", "--duration", "10", "--seed", "3", "--max-input-tokens", "900"]
+    done = run("bench", "export", "chat70", "--out", str(file), *options)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    planned = build(
+        Workload(source="chat70", max_input_tokens=900), rate_rps=5, duration_s=10, seed=3
+    ).arrivals
+    assert [row["input_length"] for row in rows] == [a.input_tokens for a in planned]
+    assert done.stdout == f"{file}: {len(rows)} requests in 10.0 s\n"
+
+
+def test_the_locustfile_is_where_the_command_says():
+    path = Path(run("bench", "locustfile").stdout.strip())
+    assert path.name == "locustfile.py"
+    assert path.is_file()

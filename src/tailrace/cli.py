@@ -62,17 +62,25 @@ def _serve(
 
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command one option for every setting; None where the user did not name it."""
-    own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
     options = [
-        inspect.Parameter(
-            entry.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[_option_type(entry.type), _option(entry, cls)],
-        )
+        _parameter(entry.name, _option_type(entry.type), _option(entry, cls))
         for cls in (EngineConfig, ServerConfig)
         for entry in fields(cls)
     ]
+    return _with_options(command, options)
+
+
+def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
+    )
+
+
+def _with_options(
+    command: Callable[..., None], options: list[inspect.Parameter]
+) -> Callable[..., None]:
+    """Give a command further options, which it takes as keywords."""
+    own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
 
     def wrapped(**values: Any) -> None:
         command(**values)
@@ -110,6 +118,223 @@ def _option_type(annotation: Any) -> Any:
 app.command("serve")(_with_settings(_serve))
 
 
+# What is sent: one option for each field of bench.traffic.workload.Workload, which checks them.
+# They stand here in words so that --help need not import the harness; a test compares the two.
+_TRAFFIC: dict[str, tuple[Any, str]] = {
+    "arrivals": (str, "poisson | gamma | constant | ramp | step | closed; default: the source's."),
+    "burstiness": (float, "Shape of gamma arrivals: 1 is Poisson, below 1 is burstier."),
+    "rates": (str, "Of ramp and step: second:rate points, such as 0:1,300:10."),
+    "input_tokens": (str, "512, normal:4200:1280:300:6800, mix:0.7@32-128,0.3@512-2048, file:F."),
+    "output_tokens": (str, "As --input-tokens; default: the source's own."),
+    "max_input_tokens": (int, "Clip longer prompts."),
+    "max_output_tokens": (int, "Clip longer answers."),
+    "think_s": (str, "Seconds from an answer to the next request: 0.5 or 0.1-0.5."),
+    "turns": (int, "Requests of a session, each continuing the conversation."),
+    "priorities": (str, "priority:share pairs, such as 0:0.9,1:0.1; smaller is earlier."),
+    "text_file": (Path, "A text, or a folder of .txt files, to cut prompts from."),
+}
+# How one server is measured: fields of bench.max_rate.Subject and Measuring.
+_SUBJECT: dict[str, tuple[Any, str]] = {
+    "url": (str, "The base URL of a running server."),
+    "start": (str, "Or the command that starts it, with {host} and {port} in it."),
+    "kind": (str, "tailrace | vllm | sglang | llamacpp | openai (default)."),
+    "name": (str, "Of the server in the report; default: its kind."),
+    "model": (str, "Default: the first it lists."),
+    "api_key_env": (str, "The environment variable that holds its key."),
+    "metrics_url": (str, "Default: /metrics of the server."),
+}
+_MEASURING: dict[str, tuple[Any, str]] = {
+    "seed": (int, "Of arrivals, lengths, texts and the sampling. Default: 1."),
+    "tokenizer": (str, "Folder with tokenizer.json; default: ask the server."),
+    "temperature": (float, "Of the sampling. Default: 0."),
+    "timeout_s": (float, "Seconds until a request has failed. Default: 300."),
+    "max_lag_s": (float, "Client p99 lag that voids a trial. Default: 0.1."),
+    "processes": (int, "Client processes; 0 (default): as the load needs."),
+    "repetitions": (int, "Rounds, each with its own seeds. Default: 1."),
+    "title": (str, "Of the report."),
+}
+_PLATFORM: dict[str, tuple[Any, str]] = {
+    "platform": (str, "What the machine is called; default: its processor."),
+    "price_per_hour": (float, "Of the whole machine, for the cost of a million tokens."),
+}
+_SEARCH: dict[str, tuple[Any, str]] = {
+    "low_rps": (float, "A rate below it is never tried. Default: 0.05."),
+    "high_rps": (float, "A rate above it is never tried. Default: 200."),
+    "start_rps": (float, "The first rate."),
+    "resolution": (float, "Width of the bracket at which the search ends. Default: 0.05."),
+    "trial_s": (float, "Seconds of arrivals in a trial; default: what the limits need."),
+    "repeats": (int, "Most trials at one rate while its answer is in doubt. Default: 3."),
+}
+
+
+def _panel(table: dict[str, tuple[Any, str]], title: str) -> list[inspect.Parameter]:
+    """Return a table's entries as options of one panel of --help."""
+    return [
+        _parameter(
+            name,
+            kind | None,
+            typer.Option(
+                f"--{name.removesuffix('_s').replace('_', '-')}",
+                help=text.replace("[", "\\["),
+                rich_help_panel=title,
+                show_default=False,
+            ),
+        )
+        for name, (kind, text) in table.items()
+    ]
+
+
+_SUBJECT_OPTIONS = (
+    _panel(_SUBJECT, "Server")
+    + _panel(_TRAFFIC, "Traffic")
+    + _panel(_MEASURING, "Measuring")
+    + _panel(_PLATFORM, "Platform")
+)
+
+
+def _named(values: dict[str, Any], table: dict[str, tuple[Any, str]]) -> dict[str, Any]:
+    """Return the options of a table that the user gave."""
+    return {name: values[name] for name in table if values.get(name) is not None}
+
+
+def _subject(source: str, limits: list[str], values: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the server and how it is measured, as bench.max_rate takes them."""
+    from tailrace.bench.limits import read_limit  # noqa: PLC0415
+    from tailrace.bench.max_rate import Measuring, Subject  # noqa: PLC0415
+    from tailrace.bench.plan import PlatformPlan  # noqa: PLC0415
+    from tailrace.bench.traffic.workload import Workload  # noqa: PLC0415
+
+    measuring = Measuring(
+        traffic=Workload(source=source, **_named(values, _TRAFFIC)),
+        limits=tuple(map(read_limit, limits)),
+        platform=PlatformPlan(
+            name=values.get("platform") or "", price_per_hour=values.get("price_per_hour")
+        ),
+        **_named(values, _MEASURING),
+    )
+    return Subject(**_named(values, _SUBJECT)), measuring
+
+
+def _command() -> str:
+    from tailrace.bench.replay import command_line  # noqa: PLC0415
+
+    return command_line(sys.argv)
+
+
+_SOURCE = typer.Argument(help="A preset (chat70, longdoc), a profile (azure-conv), or a trace.")
+_LIMIT = typer.Option(help="Such as p95_ttft=2.0, in seconds; may be repeated.")
+_RESUME = typer.Option("--resume", help="Go on with what --out holds.")
+
+
+@app.command("compare")
+def _compare(
+    plan: Annotated[Path, typer.Argument(help="A plan file; plans/ has some.")],
+    *,
+    out: Annotated[Path, typer.Option(help="The result folder.")],
+    resume: Annotated[bool, _RESUME] = False,
+) -> None:
+    """Measure engines against each other: the ratio of their highest rates at an equal P95."""
+    from tailrace.bench.compare import compare  # noqa: PLC0415
+    from tailrace.bench.plan import read_plan  # noqa: PLC0415
+
+    outcome = compare(read_plan(plan), out, command=_command(), resume=resume)
+    raise typer.Exit(outcome.exit_code)
+
+
+def _max_rate(
+    source: Annotated[str, _SOURCE],
+    *,
+    limit: Annotated[list[str], _LIMIT],
+    out: Annotated[Path, typer.Option(help="The result folder.")] = Path("max-rate"),
+    resume: Annotated[bool, _RESUME] = False,
+    **values: Any,
+) -> None:
+    """Search the highest request rate at which a server keeps every limit."""
+    from tailrace.bench.max_rate import max_rate  # noqa: PLC0415
+    from tailrace.bench.plan import SearchPlan  # noqa: PLC0415
+
+    subject, measuring = _subject(source, limit, values)
+    search = SearchPlan(**_named(values, _SEARCH))
+    outcome = max_rate(subject, measuring, search, out, command=_command(), resume=resume)
+    raise typer.Exit(outcome.exit_code)
+
+
+bench_app.command("max-rate")(
+    _with_options(_max_rate, _SUBJECT_OPTIONS + _panel(_SEARCH, "Search"))
+)
+
+
+def _run(
+    source: Annotated[str, _SOURCE],
+    *,
+    rate: Annotated[list[float] | None, typer.Option(help="Requests/s; may be repeated.")] = None,
+    users: Annotated[list[int] | None, typer.Option(help="A closed loop of so many.")] = None,
+    duration: Annotated[float, typer.Option(help="Seconds of arrivals.")] = 60.0,
+    limit: Annotated[list[str] | None, _LIMIT] = None,
+    out: Annotated[Path, typer.Option(help="The result folder.")] = Path("run"),
+    resume: Annotated[bool, _RESUME] = False,
+    **values: Any,
+) -> None:
+    """Measure a server at given loads: open loop by rate, or a closed loop of users."""
+    from tailrace.bench.max_rate import run_once  # noqa: PLC0415
+    from tailrace.bench.plan import SteadyPlan  # noqa: PLC0415
+
+    subject, measuring = _subject(source, limit or [], values)
+    steady = SteadyPlan(rates=tuple(rate or ()), users=tuple(users or ()), trial_s=duration)
+    outcome = run_once(subject, measuring, steady, out, command=_command(), resume=resume)
+    raise typer.Exit(outcome.exit_code)
+
+
+bench_app.command("run")(_with_options(_run, _SUBJECT_OPTIONS))
+
+
+def _export(
+    source: Annotated[str, _SOURCE],
+    *,
+    out: Annotated[Path, typer.Option(help="The JSONL file to write.")],
+    rate: Annotated[float | None, typer.Option(help="Requests/s; default: the source's.")] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds of arrivals.")] = None,
+    max_requests: Annotated[int | None, typer.Option(help="Stop after so many.")] = None,
+    seed: Annotated[int, typer.Option(help="Of arrivals and lengths.")] = 1,
+    **values: Any,
+) -> None:
+    """Write traffic as Mooncake JSONL, which other load generators replay."""
+    from tailrace.bench.traffic.export import write_mooncake  # noqa: PLC0415
+    from tailrace.bench.traffic.workload import Workload, build  # noqa: PLC0415
+
+    workload = Workload(source=source, **_named(values, _TRAFFIC))
+    schedule = build(
+        workload, rate_rps=rate, duration_s=duration, max_requests=max_requests, seed=seed
+    )
+    write_mooncake(schedule, None, out)
+    typer.echo(f"{out}: {len(schedule.arrivals)} requests in {schedule.duration_s:.1f} s")
+
+
+bench_app.command("export")(_with_options(_export, _panel(_TRAFFIC, "Traffic")))
+
+
+@bench_app.command("report")
+def _report(
+    folders: Annotated[list[Path], typer.Argument(help="Result folders, one for each platform.")],
+    *,
+    out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("report"),
+    pictures: Annotated[
+        bool, typer.Option("--pictures", help="Also write the pictures, for the Markdown.")
+    ] = False,
+) -> None:
+    """Write one report from several result folders."""
+    from tailrace.bench.report import write_reports  # noqa: PLC0415
+
+    typer.echo(f"report: {write_reports(folders, out, with_pictures=pictures).html}")
+
+
+@bench_app.command("locustfile")
+def _locustfile() -> None:
+    """Print the path of the Locust driver: locust -f $(tailrace bench locustfile) ..."""
+    # Found, not imported: importing it would patch this process's sockets.
+    typer.echo(Path(__file__).parent / "bench" / "locustfile.py")
+
+
 @bench_app.command("replay")
 def _replay(
     trace: Annotated[str, typer.Argument(help="A trace file, or a built-in profile: azure-conv.")],
@@ -126,6 +351,8 @@ def _replay(
     temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 0.7,
     timeout: Annotated[float, typer.Option(help="Seconds until a request has failed.")] = 600.0,
     max_lag: Annotated[float, typer.Option(help="Client p99 lag that voids the run, s.")] = 0.1,
+    limit: Annotated[list[str] | None, _LIMIT] = None,
+    processes: Annotated[int, typer.Option(help="Client processes; 0: as the load needs.")] = 0,
     text_file: Annotated[Path | None, typer.Option(help="Text to cut prompts from.")] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder with tokenizer.json; default: ask the server.")
@@ -136,6 +363,7 @@ def _replay(
     title: Annotated[str, typer.Option(help="Of the report.")] = "",
 ) -> None:
     """Replay a trace, open loop: exact percentiles, latency from the schedule, an HTML report."""
+    from tailrace.bench.limits import read_limit  # noqa: PLC0415
     from tailrace.bench.replay import ReplayOptions, replay  # noqa: PLC0415
 
     options = ReplayOptions(
@@ -153,6 +381,8 @@ def _replay(
         temperature=temperature,
         timeout_s=timeout,
         max_lag_s=max_lag,
+        limit=tuple(map(read_limit, limit or [])),
+        processes=processes,
         text_file=text_file,
         tokenizer=tokenizer,
         title=title,

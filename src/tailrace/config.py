@@ -40,9 +40,7 @@ class EngineConfig:
         "float32; bfloat16 rounds activations as well, and needs AVX512-BF16 or AMX. On a GPU auto "
         "means bfloat16.",
     )
-    kv_cache_dtype: str = setting(
-        "auto", "auto: float32 on a CPU, the weights' dtype on a GPU."
-    )
+    kv_cache_dtype: str = setting("auto", "auto: float32 on a CPU, the weights' dtype on a GPU.")
     quant_type: str = setting("none", "Weight format: none (AWQ and FP8 are not served yet).")
     gpus: tuple[int, ...] = setting((), "Device indices; empty serves on the CPU.")
     context_length: int = setting(0, "Most tokens of one sequence; 0 takes the model's own.")
@@ -98,7 +96,6 @@ class EngineConfig:
                 f"--max-batch-size {self.max_batch_size}: every running request needs a token a "
                 "step; raise the former or lower the latter"
             )
-
 
     def _check_device(self) -> None:
         if len(self.gpus) > 1:

@@ -31,7 +31,8 @@ class Behaviour:
     """One of FAULTS, or nothing."""
     tokens_off: int = 0
     """Added to the prompt tokens of the usage."""
-    cached_tokens: int = 0
+    cached_tokens: int | None = 0
+    """None leaves them out of the usage, as servers do that do not count them."""
 
 
 FAULTS = (
@@ -87,6 +88,8 @@ class MockServer:
     completions: list[dict] = field(default_factory=list)
     """Bodies of /v1/completions in order of arrival."""
     paths: list[str] = field(default_factory=list)
+    request_ids: list[str] = field(default_factory=list)
+    """X-Request-Id of each completion, in order of arrival."""
     api_key: str = ""
     port: int = 0
     is_ready: bool = True
@@ -110,8 +113,9 @@ class MockServer:
             self.paths.append(path)
             if self.api_key and headers.get("authorization") != f"Bearer {self.api_key}":
                 _answer(writer, 401, {"error": {"message": "wrong key"}})
-            elif path == "/v1/completions":
+            elif path in {"/v1/completions", "/v1/chat/completions"}:
                 self.completions.append(body)
+                self.request_ids.append(headers.get("x-request-id", ""))
                 await self._complete(writer, reader, body)
             else:
                 self._plain(writer, path, body)
@@ -158,6 +162,11 @@ class MockServer:
 
     async def _stream(self, writer, body: dict, how: Behaviour) -> None:
         tokens = body["max_tokens"] - (1 if how.fault == "short" else 0)
+        if "messages" in body:
+            # As engines open a chat: a role, and no text yet.
+            _event(
+                writer, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+            )
         for number in range(tokens):
             await asyncio.sleep(how.gap_s if number else how.ttft_s)
             if number == tokens // 2 and how.fault in _MIDDLE:
@@ -165,17 +174,27 @@ class MockServer:
                 await writer.drain()
                 if how.fault == "cut":
                     return
-            _event(writer, {"choices": [{"index": 0, "text": f" w{number}"}]})
+            _event(writer, {"choices": [_choice(body, number)]})
             await writer.drain()  # raises once the client is gone
         _event(writer, {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
         if how.fault != "no_usage":
-            prompt_tokens = len(self.codec.encode_now(body["prompt"])) + how.tokens_off
+            prompt = body["messages"][0]["content"] if "messages" in body else body["prompt"]
+            prompt_tokens = len(self.codec.encode_now(prompt)) + how.tokens_off
             usage = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens}
-            usage["prompt_tokens_details"] = {"cached_tokens": how.cached_tokens}
+            if how.cached_tokens is not None:
+                usage["prompt_tokens_details"] = {"cached_tokens": how.cached_tokens}
             _event(writer, {"choices": [], "usage": usage})
         if how.fault != "no_done":
             _chunk(writer, b"data: [DONE]\n\n")
         writer.write(b"0\r\n\r\n")
+
+
+def _choice(body: dict, number: int) -> dict:
+    """Return token `number`: of a chat, reasoning under both of its names, then content."""
+    if "messages" not in body:
+        return {"index": 0, "text": f" w{number}"}
+    names = ("reasoning_content", "reasoning", "content")
+    return {"index": 0, "delta": {names[min(number, 2)]: f" w{number}"}}
 
 
 _MIDDLE = {

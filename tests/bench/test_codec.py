@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tailrace.bench.codec import FileCodec, ServerCodec
+from tailrace.bench.codec import BatchCodec, FileCodec, ServerCodec, count_all, decode_all
 from tailrace.bench.wire import resolve
 from tailrace.errors import ConfigError
 from tests.bench.mock_server import MockServer
@@ -68,3 +68,21 @@ def test_a_bad_tokenizer_file_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         FileCodec(tmp_path)
+
+
+def test_many_texts_are_counted_at_once_or_one_by_one(tmp_path):
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+
+    class Plain:
+        name = "plain"
+
+        def __init__(self, codec):
+            self.encode, self.decode = codec.encode, codec.decode
+
+    for codec in (FileCodec(tmp_path), Plain(FileCodec(tmp_path))):
+        assert isinstance(codec, BatchCodec) == isinstance(codec, FileCodec)
+        assert asyncio.run(count_all(codec, ["a b", "", "b"])) == [2, 0, 1]
+        assert asyncio.run(decode_all(codec, [[0, 1], [], [1]])) == ["a b", "", "b"]
+        assert asyncio.run(count_all(codec, [])) == []

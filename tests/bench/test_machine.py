@@ -27,7 +27,7 @@ def test_steal_is_the_eighth_field_of_the_kernels_line(monkeypatch, tmp_path):
     stat = tmp_path / "stat"
     stat.write_text("cpu  100 1 50 800 20 3 4 22 5 6\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
     monkeypatch.setattr(machine, "STAT", stat)
-    assert cpu_times() == CpuTimes(total=1000, stolen=22)
+    assert cpu_times() == CpuTimes(total=1000, stolen=22, idle=820)
 
 
 def test_steal_is_a_share_of_the_time_between():

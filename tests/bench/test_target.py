@@ -46,13 +46,21 @@ def test_the_body_asks_for_exactly_so_many_tokens():
         "model": "m",
         "prompt": "hi",
         "max_tokens": 7,
-        "min_tokens": 7,
         "ignore_eos": True,
         "temperature": 0.5,
         "stream": True,
         "stream_options": {"include_usage": True},
         "seed": 3,
     }
+
+
+def test_the_body_may_be_changed_by_the_server_it_is_for():
+    target = Target("m", None, "")
+    changes = {"priority": -3, "ignore_eos": False, "extra_body": {"seed": None, "top_k": 5}}
+    body = json.loads(completion_body(target, "hi", 7, temperature=0.5, seed=3, **changes))
+    assert body["priority"] == -3
+    assert body["top_k"] == 5
+    assert {"seed", "ignore_eos", "min_tokens"}.isdisjoint(body)
 
 
 def test_a_server_that_streams_passes_the_check():

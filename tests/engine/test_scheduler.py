@@ -160,3 +160,16 @@ def test_rules_hold_for_any_work(jobs, blocks, budget, depth):
             settle(chosen, in_flight.pop(0))
     assert not chosen.has_work
     assert chosen.blocks.held_blocks == 0
+
+
+def test_rows_that_pad_the_decodes_are_taken_from_the_prompts_budget():
+    pool = BlockManager(64, SIZE, prefix_cache=False)
+    chosen = Scheduler(
+        pool, max_batch_size=4, token_budget=16, padded_decodes=lambda n: 4 if n else 0
+    )
+    chosen.add(sequence(0, 4))
+    settle(chosen, chosen.schedule())
+    chosen.add(sequence(1, 40))
+    step = chosen.schedule()
+    assert spans(step) == [("s0", 4, 5), ("s1", 0, 12)]
+    assert step.num_tokens + step.padding == 16

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+
+import numpy as np
 import pytest
 import torch
+
+# As in tests/conftest.py, for a machine whose GPU this torch cannot use.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+# What cuBLAS wants where torch is told to be deterministic.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from tailrace.errors import ConfigError
 from tailrace.kernels.native import library
 from tailrace.kernels.native_kernels import NativeKernels
 from tailrace.kernels.torch_kernels import TorchKernels
+from tests.kernels.on_triton import OnTriton
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +53,41 @@ def native(native_library):
 @pytest.fixture
 def reference():
     return TorchKernels()
+
+
+@pytest.fixture(
+    params=[
+        "float32",
+        "float16",
+        pytest.param("bfloat16", marks=pytest.mark.gpu),
+    ]
+)
+def on_triton(request):
+    """Triton's kernels: on the GPU where there is one, else in the interpreter."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from tailrace.kernels.triton_kernels import TritonKernels  # noqa: PLC0415
+
+    if torch.cuda.is_available():
+        if request.param == "float32":
+            pytest.skip("in float32, which no GPU serves, the kernels take minutes to compile")
+        yield OnTriton(TritonKernels(torch.device("cuda"), request.param))
+        return
+    if request.param == "bfloat16":
+        pytest.skip("no GPU here, and the interpreter has no bfloat16")
+    request.getfixturevalue("interpreter")
+    yield OnTriton(TritonKernels(torch.device("cpu"), request.param))
+
+
+@pytest.fixture
+def interpreter():
+    """Triton's interpreter in silence."""
+    if np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+        pytest.fail("numpy 2.4 breaks Triton 3.6's interpreter; pip install 'numpy<2.4'")
+    with warnings.catch_warnings():
+        # Of the interpreter's own loops, and of NaN and infinity, which pass on a GPU in silence.
+        warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0")
+        warnings.filterwarnings("ignore", category=RuntimeWarning)
+        yield
 
 
 @pytest.fixture(params=["native", "reference"])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from tailrace.clock import monotonic
 from tailrace.errors import RequestError
-from tailrace.server.engine_client import EngineState
+from tailrace.server.engine_client import EngineState, OutputQueue
 from tailrace.types import (
     EngineReady,
     EngineRequest,
@@ -83,7 +83,7 @@ class FakeEngine:
         self.was_paused = asyncio.Event()
         self.progress = asyncio.Event()
         """Set whenever an output was put; clear it to wait for the next."""
-        self._queues: dict[str, asyncio.Queue[TokenOutput]] = {}
+        self._queues: dict[str, OutputQueue] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -103,11 +103,11 @@ class FakeEngine:
     def open_requests(self) -> int:
         return len(self._queues)
 
-    def submit(self, request: EngineRequest) -> asyncio.Queue[TokenOutput]:
+    def submit(self, request: EngineRequest) -> OutputQueue:
         if self.state is not EngineState.READY:
             raise RequestError(f"the engine is {self.state.value}", status=503, retry_after_s=2.0)
         self.requests.append(request)
-        queue: asyncio.Queue[TokenOutput] = asyncio.Queue()
+        queue = OutputQueue()
         self._queues[request.request_id] = queue
         task = asyncio.get_running_loop().create_task(self._play(request))
         self._tasks[request.request_id] = task

@@ -67,6 +67,10 @@ class FakeRunner:
     def submit(self, function: Callable[..., Any], *args: Any) -> LazyFuture:
         return LazyFuture(lambda: function(*args))
 
+    @staticmethod
+    def padded_decodes(decodes: int) -> int:
+        return decodes
+
     def prepare(self, step: Step, blocks: BlockManager) -> list[Row]:
         return [
             Row(

@@ -50,6 +50,10 @@ class FakeNvml:
         self._check("uuid", handle)
         return f"GPU-{handle}"
 
+    def nvmlDeviceGetName(self, handle):  # noqa: N802 -- pynvml's name
+        self._check("name", handle)
+        return f"Model {handle}"
+
     def nvmlDeviceGetUtilizationRates(self, handle):  # noqa: N802 -- pynvml's name
         self._check("rates", handle)
         return SimpleNamespace(gpu=25 * handle + 50, memory=1)
@@ -58,14 +62,18 @@ class FakeNvml:
         self._check("memory", handle)
         return SimpleNamespace(used=1000 + handle, total=8000, free=0)
 
+    def nvmlDeviceGetPowerUsage(self, handle):  # noqa: N802 -- pynvml's name
+        self._check("power", handle)
+        return 70_500 + handle * 1000
+
 
 @pytest.fixture
 def nvml():
     return FakeNvml()
 
 
-FIRST = GpuReading(0, "GPU-0", 0.5, 1000, 8000)
-SECOND = GpuReading(1, "GPU-1", 0.75, 1001, 8000)
+FIRST = GpuReading(0, "GPU-0", 0.5, 1000, 8000, 70.5)
+SECOND = GpuReading(1, "GPU-1", 0.75, 1001, 8000, 71.5)
 
 
 def test_every_gpu_is_read(nvml):
@@ -95,11 +103,12 @@ def test_without_the_package_there_are_no_readings(monkeypatch):
 def test_what_a_gpu_does_not_tell_is_left_out_without_a_warning(nvml):
     nvml.faults["rates"] = nvml.NVMLError_NotSupported
     nvml.faults["memory", 1] = nvml.NVMLError_NotSupported
+    nvml.faults["power", 1] = nvml.NVMLError_NotSupported
     with capture_logs() as logs:
         readings = Gpus.open(nvml).read()
     assert readings == [
-        GpuReading(0, "GPU-0", None, 1000, 8000),
-        GpuReading(1, "GPU-1", None, None, None),
+        GpuReading(0, "GPU-0", None, 1000, 8000, 70.5),
+        GpuReading(1, "GPU-1", None, None, None, None),
     ]
     assert logs == []
 
@@ -116,7 +125,8 @@ def test_a_lost_gpu_leaves_the_others_and_is_warned_of_once(nvml, call):
 def test_a_gpu_that_is_lost_between_two_questions_keeps_what_it_said(nvml):
     nvml.faults["memory", 0] = nvml.NVMLError_GpuIsLost
     with capture_logs() as logs:
-        assert Gpus.open(nvml).read() == [GpuReading(0, "GPU-0", 0.5, None, None), SECOND]
+        first = GpuReading(0, "GPU-0", 0.5, None, None, 70.5)
+        assert Gpus.open(nvml).read() == [first, SECOND]
     assert [log["event"] for log in logs] == ["gpu_reading_failed"]
 
 
@@ -137,3 +147,14 @@ def test_a_real_gpu_is_read():
         assert reading.uuid.startswith("GPU-")
         assert reading.busy_share is None or 0 <= reading.busy_share <= 1
         assert 0 < reading.memory_used_bytes <= reading.memory_total_bytes
+
+
+def test_names_are_those_of_the_gpus_that_answer():
+    nvml = FakeNvml()
+    assert Gpus.open(nvml).names() == ["Model 0", "Model 1"]
+    nvml.faults = {("handle", 0): FakeNvml.NVMLError_GpuIsLost}
+    with capture_logs():
+        assert Gpus.open(nvml).names() == ["Model 1"]
+    nvml.faults = {("name", 1): FakeNvml.NVMLError_NotSupported}
+    assert Gpus.open(nvml).names() == ["Model 0", "GPU of unknown name"]
+    assert Gpus().names() == []

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,6 +11,7 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tailrace.bench.process_tree import ProcessTree
 from tailrace.clock import monotonic
 from tailrace.errors import EngineError
 
@@ -61,7 +58,7 @@ class LocalServer:
         self._command = [*command, "--host", "127.0.0.1", "--port", str(self.port), *arguments]
         self._ready_timeout_s = ready_timeout_s
         self._stop_timeout_s = stop_timeout_s
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ProcessTree | None = None
 
     @property
     def command(self) -> list[str]:
@@ -74,19 +71,12 @@ class LocalServer:
         Raises:
             EngineError: It ended, or was not ready in time; the message carries its log's tail.
         """
-        self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_file.open("wb") as log:
-            self._process = subprocess.Popen(  # noqa: S603  # our own program, no shell
-                self._command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # A Ctrl-C in the terminal is for the client; the server is told by SIGTERM.
-                start_new_session=True,
-            )
+        self.log_file.unlink(missing_ok=True)
+        self._process = ProcessTree(self._command, log_file=self.log_file)
         try:
             self._wait_until_ready(self._process)
         except BaseException:
-            self._kill(self._process)
+            self._process.kill()
             raise
         return self
 
@@ -105,12 +95,7 @@ class LocalServer:
         process = self._process
         if process is None:
             return
-        process.send_signal(signal.SIGTERM)
-        try:
-            status = process.wait(self._stop_timeout_s)
-        except subprocess.TimeoutExpired:
-            self._kill(process)
-            status = None
+        status = process.stop(self._stop_timeout_s)
         if error is None and status != 0:
             how = (
                 f"did not end within {self._stop_timeout_s:g} s of SIGTERM and was killed"
@@ -119,7 +104,7 @@ class LocalServer:
             )
             raise EngineError(f"the server {how}; {self._log_tail()}")
 
-    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
+    def _wait_until_ready(self, process: ProcessTree) -> None:
         deadline_s = monotonic() + self._ready_timeout_s
         while not self._is_ready():
             status = process.poll()
@@ -140,12 +125,6 @@ class LocalServer:
                 return bool(answer.status == 200)
         except (urllib.error.URLError, OSError):  # not listening yet, or 503 while it warms up
             return False
-
-    def _kill(self, process: subprocess.Popen[bytes]) -> None:
-        # The whole session: a front end that hangs must not leave its engine behind.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
     def _log_tail(self) -> str:
         lines = self.log_file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]

@@ -19,13 +19,18 @@ def describe() -> dict[str, str]:
     found = {
         "Client machine": f"{_cpu_model()}, {_cores()} of {os.cpu_count()} CPUs usable",
         "Memory": _memory(),
-        "CPU governor": _first_line(GOVERNOR),
+        "CPU governor": governor(),
         "Load average at start": " ".join(f"{load:.2f}" for load in os.getloadavg()),
         "System": f"{platform.system()} {platform.release()} {platform.machine()}",
         "Python": platform.python_version(),
         "Tailrace": version("tailrace"),
     }
     return {label: value for label, value in found.items() if value}
+
+
+def governor() -> str:
+    """Return the CPU frequency governor's name, empty where the system does not tell."""
+    return _first_line(GOVERNOR)
 
 
 def _cores() -> int:
@@ -63,6 +68,8 @@ class CpuTimes:
 
     total: int
     stolen: int
+    idle: int = 0
+    """Of which nothing ran, whether or not something waited for a disk."""
 
 
 def cpu_times() -> CpuTimes | None:
@@ -72,7 +79,7 @@ def cpu_times() -> CpuTimes | None:
         return None
     # user nice system idle iowait irq softirq steal; guest time is within user time.
     ticks = [int(field) for field in fields[1:9]]
-    return CpuTimes(sum(ticks), ticks[7])
+    return CpuTimes(sum(ticks), ticks[7], ticks[3] + ticks[4])
 
 
 def steal_share(before: CpuTimes | None, after: CpuTimes | None) -> float | None:

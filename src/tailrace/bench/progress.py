@@ -16,15 +16,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tailrace.bench.stats import distribution, e2e_s, ttft_s
+from tailrace.bench.load import LoadState
+from tailrace.bench.stats import distribution, e2e_s, tpot_s, ttft_s
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
     from typing import Self
 
     from rich.console import RenderableType
 
-    from tailrace.bench.load import LoadState
     from tailrace.bench.stats import Distribution
     from tailrace.clock import Clock
 
@@ -32,6 +33,7 @@ LINE_INTERVAL_S = 5.0
 REFRESH_PER_S = 2
 SAMPLE = 2000
 """Percentiles so far are those of the latest so many requests, to stay cheap."""
+_NOTHING = LoadState(total=0)
 
 
 def seconds(value_s: float | None) -> str:
@@ -44,13 +46,30 @@ def seconds(value_s: float | None) -> str:
 
 
 class Progress:
-    """Shows a run from `with` to its end."""
+    """Shows a run from `with` to its end.
 
-    def __init__(self, state: LoadState, duration_s: float, clock: Clock, console: Console) -> None:
-        self._state = state
+    Args:
+        load: Tells the load that goes on at the moment; None while there is none yet.
+        duration_s: The span in which requests arrive.
+        clock: The load's.
+        console: Where to draw.
+        title: Of the panel.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], LoadState | None],
+        duration_s: float,
+        clock: Clock,
+        console: Console,
+        *,
+        title: str = "replay",
+    ) -> None:
+        self._load = load
         self._duration_s = duration_s
         self._clock = clock
         self._console = console
+        self._title = title
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._live: Live | None = None
@@ -87,7 +106,7 @@ class Progress:
     def line(self) -> str:
         """Return the run's state in one line."""
         state = self._state
-        ttft, _ = self._latencies()
+        ttft, *_ = self._latencies()
         return (
             f"{self._elapsed_s():6.1f} s  sent {state.sent}/{state.total}  "
             f"in flight {state.in_flight}  done {len(state.done)}  failed {self._failed()}  "
@@ -113,7 +132,7 @@ class Progress:
         share = min(self._elapsed_s() / max(self._duration_s, 1e-9), 1.0)
         return Panel(
             Group(facts, self._percentiles(), ProgressBar(total=1.0, completed=share)),
-            title="replay",
+            title=self._title,
             subtitle=self._left(),
             title_align="left",
             subtitle_align="right",
@@ -127,10 +146,15 @@ class Progress:
             table.add_row(row.name, *(seconds(row.at(percent)) for percent in (50, 95, 99)))
         return table
 
-    def _latencies(self) -> tuple[Distribution, Distribution]:
+    @property
+    def _state(self) -> LoadState:
+        return self._load() or _NOTHING
+
+    def _latencies(self) -> tuple[Distribution, ...]:
         latest = self._state.done[-SAMPLE:]
         return (
             distribution("time to first token", "s", map(ttft_s, latest)),
+            distribution("time per output token", "s", map(tpot_s, latest)),
             distribution("end to end", "s", map(e2e_s, latest)),
         )
 
@@ -141,7 +165,11 @@ class Progress:
         return self._clock() - self._state.started_s if self._state.started_s else 0.0
 
     def _left(self) -> str:
+        if not self._state.started_s:
+            return "starting"
         left_s = self._duration_s - self._elapsed_s()
         if left_s > 0:
             return f"{left_s:.0f} s of arrivals left"
+        if not self._state.in_flight:
+            return "complete"
         return f"draining {self._state.in_flight} in flight"

@@ -2,7 +2,8 @@
 
 Times are seconds from the run's start on the client's monotonic clock. `scheduled_s` is when the
 request was due; every latency counts from there, so that a late client or a stalled server
-cannot hide behind the requests it held back.
+cannot hide behind the requests it held back. A later turn of a session, and a closed-loop user's
+next request, are due when the answer before them ended and their think time has passed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ STATUSES = {
     "stream": "an error event, or a stream that broke or could not be read",
     "short": "fewer tokens than were asked for",
     "timeout": "not complete within the time limit",
-    "client": "the client itself ran out of sockets or files",
+    "client": "the client itself ran out of sockets or files, or its process died",
     "cancelled": "in flight when the run was interrupted",
 }
 """How a request can end. `cancelled` is neither success nor failure; all but it and `ok` failed."""
@@ -35,6 +36,7 @@ class Record(msgspec.Struct, kw_only=True):
 
     index: int
     scheduled_s: float
+    """When it was due."""
     planned_input_tokens: int
     planned_output_tokens: int
     status: str = "cancelled"
@@ -56,6 +58,17 @@ class Record(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     http_status: int | None = None
     error: str | None = None
+    request_id: str = ""
+    """Sent as X-Request-Id; the server's own log may know the request by it."""
+    priority: int = 0
+    """As sent; 0 is not sent."""
+    user: int | None = None
+    """The closed loop's user."""
+    session: int | None = None
+    turn: int = 0
+    """0-based within its session."""
+    worker: int = 0
+    """The client process that sent it."""
 
     @property
     def is_ok(self) -> bool:

@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,28 +16,31 @@ from rich.console import Console
 
 from tailrace.bench import machine
 from tailrace.bench.codec import Codec, FileCodec, ServerCodec
-from tailrace.bench.load import Load, Shot
+from tailrace.bench.engines.adapter import LOOPBACK
+from tailrace.bench.load import event_loop
+from tailrace.bench.metrics_source import source_at
+from tailrace.bench.monitor import Monitor
 from tailrace.bench.progress import Progress
 from tailrace.bench.prompts import PromptMaker, corpus_text
-from tailrace.bench.records import to_line
 from tailrace.bench.report import require_report, write_report
-from tailrace.bench.run import Run
-from tailrace.bench.scrape import Scrape, watch
-from tailrace.bench.stats import Limits, summarise
+from tailrace.bench.stats import Limits
 from tailrace.bench.table import print_run
-from tailrace.bench.target import Target, check_streaming, completion_body, inspect
+from tailrace.bench.target import Target, check_streaming, inspect
 from tailrace.bench.traffic.schedule import Shape
 from tailrace.bench.traffic.source import schedule_for
-from tailrace.bench.validity import Observed, judge
+from tailrace.bench.trial import Server, TrialOptions, Work, run_trial
 from tailrace.bench.wire import resolve
 from tailrace.clock import monotonic
 from tailrace.errors import ConfigError
+from tailrace.telemetry.gpu import Gpus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from tailrace.bench.limits import Limit
+    from tailrace.bench.load import LoadState
     from tailrace.bench.prompts import Prompt
-    from tailrace.bench.records import Record
+    from tailrace.bench.run import Run
     from tailrace.bench.traffic.schedule import Schedule
     from tailrace.bench.wire import Endpoint
 
@@ -80,7 +83,11 @@ class ReplayOptions:
     max_lag_s: float = 0.1
     """The client's p99 lag beyond which the run is invalid."""
     limits: Limits = field(default_factory=Limits)
-    """For goodput."""
+    """Bounds on each request, for goodput."""
+    limit: tuple[Limit, ...] = ()
+    """Bounds on percentiles, such as `p95_ttft=2.0`; the report says whether each holds."""
+    processes: int = 0
+    """Client processes; 0 takes as many as the offered load needs."""
     title: str = ""
     """Of the report; empty names the trace."""
     command: str = ""
@@ -92,12 +99,19 @@ class ReplayOptions:
         Raises:
             ConfigError: A value is out of range.
         """
-        if not self.timeout_s > 0:
-            raise ConfigError(f"--timeout {self.timeout_s}: must be above 0")
-        if not self.max_lag_s > 0:
-            raise ConfigError(f"--max-lag {self.max_lag_s}: must be above 0")
-        if not 0 <= self.temperature <= 2:
-            raise ConfigError(f"--temperature {self.temperature}: must be 0 to 2")
+        _ = self.trial
+
+    @property
+    def trial(self) -> TrialOptions:
+        """How it is measured."""
+        return TrialOptions(
+            temperature=self.temperature,
+            timeout_s=self.timeout_s,
+            max_lag_s=self.max_lag_s,
+            limits=self.limit,
+            processes=self.processes,
+            goodput=self.limits,
+        )
 
     @property
     def shape(self) -> Shape:
@@ -130,7 +144,7 @@ def replay(options: ReplayOptions, *, console: Console | None = None) -> ReplayO
             before the first measured request.
     """
     require_report()
-    return asyncio.run(_replay(options, console or Console()))
+    return event_loop.run(_replay(options, console or Console()))
 
 
 async def _replay(options: ReplayOptions, console: Console) -> ReplayOutcome:
@@ -144,12 +158,18 @@ async def _replay(options: ReplayOptions, console: Console) -> ReplayOutcome:
         codec = FileCodec(options.tokenizer)
     prompts, text_name = await _make_prompts(options, schedule, codec, console)
     await check_streaming(endpoint, target, timeout_s=options.timeout_s)
-    shots = _shots(options, schedule, prompts, target)
     conditions = _conditions(options, schedule, target)
     conditions |= _prompt_conditions(prompts, text_name, codec)
-    measured = await _measure(options, endpoint, shots, schedule.duration_s, console)
-    run = _judged(options, schedule, measured, conditions)
-    return _finish(options, run, console, is_interrupted=measured.is_interrupted)
+    stop = asyncio.Event()
+    server = Server(endpoint, target, monitor=await _monitor(endpoint))
+    work = Work(schedule, prompts, seed=options.seed)
+    measured = await _measure(options, server, work, console, stop)
+    run = replace(
+        measured,
+        title=options.title or f"Replay of {options.trace}",
+        conditions=conditions | measured.conditions,
+    )
+    return _finish(options, run, console, is_interrupted=stop.is_set())
 
 
 def _make_folder(folder: Path) -> None:
@@ -157,6 +177,12 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {folder}: {error.strerror}; give a folder to write to") from error
+
+
+async def _monitor(endpoint: Endpoint) -> Monitor:
+    """Return what reads the server's metrics, and this machine's GPUs where it runs here."""
+    gpus = Gpus.find() if endpoint.host in LOOPBACK else Gpus()
+    return Monitor(await source_at("", endpoint), gpus=gpus)
 
 
 def _check_context(schedule: Schedule, target: Target) -> None:
@@ -176,80 +202,26 @@ async def _make_prompts(
     options: ReplayOptions, schedule: Schedule, codec: Codec, console: Console
 ) -> tuple[list[Prompt], str]:
     text, name = corpus_text(options.text_file)
-    lengths = [arrival.input_tokens for arrival in schedule.arrivals]
-    console.print(f"making {len(lengths)} prompts, counted by {codec.name}", highlight=False)
+    count = len(schedule.arrivals)
+    console.print(f"making {count} prompts, counted by {codec.name}", highlight=False)
     with console.status("tokenising"):
         maker = await PromptMaker.create(codec, text, seed=options.seed)
-        prompts = await maker.make_all(lengths)
+        prompts = await maker.make_all(schedule)
     return prompts, name
 
 
-def _shots(
-    options: ReplayOptions, schedule: Schedule, prompts: Sequence[Prompt], target: Target
-) -> list[Shot]:
-    pairs = zip(schedule.arrivals, prompts, strict=True)
-    return [
-        Shot(
-            index,
-            arrival.arrival_s,
-            arrival.input_tokens,
-            arrival.output_tokens,
-            completion_body(
-                target,
-                prompt.text,
-                arrival.output_tokens,
-                temperature=options.temperature,
-                seed=options.seed + index,
-            ),
-        )
-        for index, (arrival, prompt) in enumerate(pairs)
-    ]
-
-
-@dataclass(frozen=True)
-class _Measured:
-    records: list[Record]
-    scrape: Scrape
-    observed: Observed
-    is_interrupted: bool
-
-
 async def _measure(
-    options: ReplayOptions,
-    endpoint: Endpoint,
-    shots: Sequence[Shot],
-    duration_s: float,
-    console: Console,
-) -> _Measured:
-    stop = asyncio.Event()
-    scrape = Scrape()
-    before = machine.cpu_times()
+    options: ReplayOptions, server: Server, work: Work, console: Console, stop: asyncio.Event
+) -> Run:
+    watched: list[LoadState] = []
+    duration_s = work.schedule.duration_s
     with (
-        (options.out_dir / "records.jsonl").open("wb") as stream,
         _interrupts(stop),
+        Progress(lambda: watched[0] if watched else None, duration_s, monotonic, console),
     ):
-
-        def keep(record: Record) -> None:
-            # At once: what is measured survives whatever happens to this process.
-            stream.write(to_line(record))
-            stream.flush()
-
-        load = Load(endpoint, shots, timeout_s=options.timeout_s, on_record=keep)
-        with Progress(load.state, duration_s, monotonic, console):
-            state = load.state
-            watcher = asyncio.create_task(
-                watch(endpoint, scrape, lambda: monotonic() - state.started_s)
-            )
-            records = await load.run(stop)
-            watcher.cancel()
-            await asyncio.gather(watcher, return_exceptions=True)
-    observed = Observed(
-        loop_lags_s=load.heartbeat.lags_s,
-        steal_share=machine.steal_share(before, machine.cpu_times()),
-        is_interrupted=stop.is_set(),
-        planned_requests=len(shots),
-    )
-    return _Measured(records, scrape, observed, stop.is_set())
+        return await run_trial(
+            server, work, options.out_dir, options.trial, stop=stop, on_state=watched.append
+        )
 
 
 @contextmanager
@@ -270,29 +242,6 @@ def _interrupts(stop: asyncio.Event) -> Iterator[None]:
         yield
     finally:
         loop.remove_signal_handler(signal.SIGINT)
-
-
-def _judged(
-    options: ReplayOptions, schedule: Schedule, measured: _Measured, conditions: dict[str, str]
-) -> Run:
-    stats = summarise(measured.records, options.limits)
-    return Run(
-        title=options.title or f"Replay of {options.trace}",
-        conditions=conditions,
-        records=measured.records,
-        stats=stats,
-        verdict=judge(measured.records, stats, measured.observed, max_lag_s=options.max_lag_s),
-        limits=options.limits,
-        duration_s=_arrivals_s(schedule, measured),
-        scrape=measured.scrape,
-    )
-
-
-def _arrivals_s(schedule: Schedule, measured: _Measured) -> float:
-    """Return how long requests arrived: the plan's time, or that of an interrupted run."""
-    if not measured.is_interrupted:
-        return schedule.duration_s
-    return max((record.scheduled_s for record in measured.records), default=0.0)
 
 
 def _finish(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -69,18 +69,36 @@ class Limits:
     ttft_s: float | None = None
     tpot_s: float | None = None
     e2e_s: float | None = None
+    itl_s: float | None = None
+    """Of a request's longest inter-token time."""
 
     @property
     def is_set(self) -> bool:
         """Whether any limit is given."""
-        return any(limit is not None for limit in (self.ttft_s, self.tpot_s, self.e2e_s))
+        return any(getattr(self, limit.name) is not None for limit in fields(self))
 
     def are_kept(self, record: Record) -> bool:
         """Whether a request met every limit that is given; a failed one never does."""
-        observed = ((self.ttft_s, ttft_s), (self.tpot_s, tpot_s), (self.e2e_s, e2e_s))
+        observed = (
+            (self.ttft_s, ttft_s),
+            (self.tpot_s, tpot_s),
+            (self.e2e_s, e2e_s),
+            (self.itl_s, longest_gap_s),
+        )
         return record.is_ok and all(
             limit is None or (of(record) or 0.0) <= limit for limit, of in observed
         )
+
+
+def strictest(limits: Iterable[Limits]) -> Limits:
+    """Return the limits that a request keeps where it keeps all of these."""
+    found: dict[str, float] = {}
+    for one in limits:
+        for limit in fields(one):
+            bound = getattr(one, limit.name)
+            if bound is not None:
+                found[limit.name] = min(bound, found.get(limit.name, INFINITY))
+    return Limits(**found)
 
 
 @dataclass(frozen=True)
@@ -149,6 +167,11 @@ def gaps_s(record: Record) -> list[float]:
         owed = record.planned_output_tokens - max(len(record.chunk_s), 1)
         found += [INFINITY] * max(owed, 1)
     return found
+
+
+def longest_gap_s(record: Record) -> float | None:
+    """Return the longest inter-token time of one request; None where it has none."""
+    return max(gaps_s(record), default=None)
 
 
 def _from_schedule(record: Record, moment_s: float | None) -> float | None:

@@ -13,6 +13,7 @@ from tailrace.bench.stats import PERCENTS
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from tailrace.bench.limits import Limit
     from tailrace.bench.run import Run
     from tailrace.bench.stats import Distribution
 
@@ -56,7 +57,22 @@ def fact_rows(run: Run) -> list[tuple[str, str]]:
     ]
     if stats.good is not None:
         rows.append(("Goodput", f"{stats.good:,} of {stats.requests:,} requests{_limits(run)}"))
+    rows += [(f"Limit {limit}", _held(limit, run)) for limit in run.limit]
+    rows += [
+        (f"Good: {name}", f"{count:,} ({stats.per_second(count):.3f}/s)")
+        for name, count in run.good.items()
+        if run.limit
+    ]
     return rows
+
+
+def _held(limit: Limit, run: Run) -> str:
+    holds = run.held[str(limit)]
+    if holds is None:
+        return "nothing was observed"
+    latency = limit.of(run.stats)
+    seen = figure(latency.at(limit.percent), latency.unit)
+    return f"{'holds' if holds else 'FAILS'} ({seen} {latency.unit})"
 
 
 def _tokens(run: Run, count: int) -> str:
@@ -69,6 +85,7 @@ def _limits(run: Run) -> str:
         ("time to first token", limits.ttft_s),
         ("time per output token", limits.tpot_s),
         ("end to end", limits.e2e_s),
+        ("every inter-token time", limits.itl_s),
     )
     text = ", ".join(f"{name} at most {value:g} s" for name, value in given if value is not None)
     return f" ({run.stats.per_second(run.stats.good or 0):.3f}/s) within {text}"

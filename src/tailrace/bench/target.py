@@ -12,6 +12,8 @@ from tailrace.bench.wire import Endpoint, WireError, fetch
 from tailrace.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tailrace.bench.records import Record
 
 CANARY_TOKENS = 4
@@ -71,31 +73,64 @@ async def _version(endpoint: Endpoint) -> str:
 
 
 def completion_body(
-    target: Target, prompt: str, output_tokens: int, *, temperature: float, seed: int | None = None
+    target: Target,
+    prompt: str,
+    output_tokens: int,
+    *,
+    temperature: float,
+    seed: int | None = None,
+    priority: int = 0,
+    ignore_eos: bool = True,
+    extra_body: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Return the body that asks for exactly `output_tokens` tokens, streamed."""
+    """Return the body that asks for `output_tokens` tokens, streamed.
+
+    Args:
+        target: Whose model is asked.
+        prompt: Its text.
+        output_tokens: The most that may come; with `ignore_eos` also the fewest.
+        temperature: Of the sampling.
+        seed: Of the sampling.
+        priority: 0 is not sent, since servers without priority scheduling refuse others. Tailrace
+            and vLLM serve smaller numbers earlier; SGLang larger ones, unless it was started with
+            `--schedule-low-priority-values-first`.
+        ignore_eos: Go on past the end of the sequence, so that every answer is as long as planned.
+        extra_body: Fields added over these; None takes a field out.
+    """
     body: dict[str, Any] = {
         "model": target.model,
         "prompt": prompt,
         "max_tokens": output_tokens,
-        "min_tokens": output_tokens,
-        "ignore_eos": True,
         "temperature": temperature,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    if ignore_eos:
+        # Not `min_tokens` as well: engines mask logits for it, work that no user asked for.
+        body["ignore_eos"] = True
     if seed is not None:
         body["seed"] = seed
-    return json.dumps(body).encode()
+    if priority:
+        body["priority"] = priority
+    body |= extra_body or {}
+    return json.dumps({name: value for name, value in body.items() if value is not None}).encode()
 
 
-async def check_streaming(endpoint: Endpoint, target: Target, *, timeout_s: float) -> None:
+async def check_streaming(
+    endpoint: Endpoint,
+    target: Target,
+    *,
+    timeout_s: float,
+    extra_body: Mapping[str, Any] | None = None,
+) -> None:
     """Send one short request, so that a refusal shows before the run and not in every record.
 
     Raises:
         ConfigError: It failed.
     """
-    body = completion_body(target, "Hello, my name is", CANARY_TOKENS, temperature=0.0)
+    body = completion_body(
+        target, "Hello, my name is", CANARY_TOKENS, temperature=0.0, extra_body=extra_body
+    )
     shot = Shot(0, 0.0, 0, CANARY_TOKENS, body)
     record: Record = (await Load(endpoint, [shot], timeout_s=timeout_s).run(asyncio.Event()))[0]
     if not record.is_ok:

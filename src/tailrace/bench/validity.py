@@ -6,13 +6,15 @@ asked for. A caution leaves it valid, and tells the reader what to keep in mind.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tailrace.bench.stats import distribution
+from tailrace.bench.scrape import Scrape
+from tailrace.bench.stats import distribution, lag_s, percentile
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from tailrace.bench.records import Record
     from tailrace.bench.stats import Stats
@@ -20,9 +22,13 @@ if TYPE_CHECKING:
 WRONG_LENGTH_SHARE = 0.01
 """Requests whose prompt or output length may differ from the plan, or be unknown."""
 CACHED_SHARE = 0.01
-"""Prompt tokens that the server may have had cached; prompts are salted, so expect none."""
-STEAL_SHARE = 0.05
+"""Prompt tokens that the server may have had cached beyond what was planned to be shared."""
+STEAL_CAUTION_SHARE = 0.05
 """CPU time that the hypervisor may have taken away before a caution is due."""
+STEAL_SHARE = 0.1
+"""And before the run is invalid: a tenth of the time, nobody here was measured."""
+SLOW_GOVERNORS = frozenset({"powersave", "ondemand", "conservative", "schedutil"})
+"""Linux's CPU frequency governors that let an idle CPU slow down."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,10 @@ class Verdict:
         """Whether nothing speaks against the run."""
         return not self.reasons
 
+    def also(self, *reasons: str) -> Verdict:
+        """Return the verdict with further reasons; empty ones say nothing."""
+        return Verdict((*self.reasons, *filter(None, reasons)), self.cautions)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
@@ -46,6 +56,21 @@ class Observed:
     steal_share: float | None
     is_interrupted: bool
     planned_requests: int
+    client_faults: Sequence[str] = ()
+    """Client processes that died, in words."""
+    shared_tokens: Mapping[int, int] = field(default_factory=dict)
+    """By a request's index: the prompt tokens that a prefix cache may rightly have."""
+    user_requests: Mapping[int, int] = field(default_factory=dict)
+    """Closed loop: by user, how many requests were prepared for it."""
+    longest_think_s: float = 0.0
+    arrivals_s: float = math.inf
+    """Closed loop: nothing that is due later is sent."""
+    server: Scrape = field(default_factory=Scrape)
+    """The server's own counters over the run."""
+    governor: str = ""
+    """Of the client's CPU frequency; empty where the system does not tell."""
+    monitor_fault: str = ""
+    """Why the monitor ended before the run did."""
 
 
 def judge(
@@ -54,19 +79,45 @@ def judge(
     """Return the verdict on a run."""
     reasons = [
         _interrupted(records, observed),
-        _late("p99 dispatch lag", stats.lag.at(99), max_lag_s),
+        _late("p99 dispatch lag", _worst_dispatch(records), max_lag_s),
         _late("p99 event-loop lag", _p99(observed.loop_lags_s), max_lag_s),
-        _own_limits(stats),
+        _stolen(observed.steal_share),
+        _dead(observed.client_faults),
+        _own_limits(records),
         _wrong_inputs(records),
         _wrong_outputs(records),
-        _cached(records),
+        _cached(records, observed),
     ]
-    cautions = [_few(stats), _steal(observed.steal_share)]
+    cautions = [
+        _few(stats),
+        _some_stolen(observed.steal_share),
+        _cache_unknown(records, observed),
+        _idle_users(records, observed),
+        _blind(observed.monitor_fault),
+        _slow_clock(observed.governor),
+    ]
     return Verdict(tuple(filter(None, reasons)), tuple(filter(None, cautions)))
+
+
+def unresolved(contender: str, reasons: Sequence[str]) -> str:
+    """Return the reason that a search which found no highest rate gives; empty where it did."""
+    if not reasons:
+        return ""
+    return f"the search for the highest rate of {contender} did not resolve: {'; '.join(reasons)}"
 
 
 def _p99(lags_s: Sequence[float]) -> float | None:
     return distribution("", "", lags_s).at(99)
+
+
+def _worst_dispatch(records: Sequence[Record]) -> float | None:
+    """Return the p99 dispatch lag of the client process that was latest."""
+    lags: dict[int, list[float]] = {}
+    for record in records:
+        late_s = lag_s(record)
+        if late_s is not None:
+            lags.setdefault(record.worker, []).append(late_s)
+    return max((percentile(sorted(one), 99) for one in lags.values()), default=None)
 
 
 def _interrupted(records: Sequence[Record], observed: Observed) -> str:
@@ -88,9 +139,15 @@ def _late(what: str, seen_s: float | None, bound_s: float) -> str:
     )
 
 
-def _own_limits(stats: Stats) -> str:
-    count = stats.failures.get("client", 0)
-    return f"{count} requests failed for want of sockets or files in the client" if count else ""
+def _dead(faults: Sequence[str]) -> str:
+    return f"the client is not whole: {'; '.join(faults)}" if faults else ""
+
+
+def _own_limits(records: Sequence[Record]) -> str:
+    own = [record for record in records if record.status == "client"]
+    if not own:
+        return ""
+    return f"{len(own)} requests failed in the client itself, the first with: {own[0].error}"
 
 
 def _wrong_inputs(records: Sequence[Record]) -> str:
@@ -114,14 +171,88 @@ def _lengths(what: str, wrong: int, unknown: int, total: int) -> str:
     )
 
 
-def _cached(records: Sequence[Record]) -> str:
-    asked = sum(r.input_tokens or 0 for r in records if r.is_ok)
-    cached = sum(r.cached_tokens or 0 for r in records if r.is_ok)
-    if cached <= CACHED_SHARE * asked:
+def _cached(records: Sequence[Record], observed: Observed) -> str:
+    asked = _asked(records)
+    beyond = _cached_beyond_plan(records, observed)
+    if beyond is None or beyond <= CACHED_SHARE * asked:
         return ""
     return (
-        f"the server had {cached} of {asked} prompt tokens cached (bound {CACHED_SHARE:.0%}): "
-        "was this seed replayed before? Restart the server or change --seed"
+        f"the server had {beyond:.0f} of {asked} prompt tokens cached beyond what the traffic "
+        f"shares by plan (bound {CACHED_SHARE:.0%}): was this seed replayed before? Restart the "
+        "server or change --seed"
+    )
+
+
+def _cache_unknown(records: Sequence[Record], observed: Observed) -> str:
+    if not _asked(records) or _cached_beyond_plan(records, observed) is not None:
+        return ""
+    return (
+        "whether a prefix cache helped by accident could not be checked: the server reports "
+        "cached tokens neither in its usage nor in its metrics"
+    )
+
+
+def _asked(records: Sequence[Record]) -> int:
+    return sum(r.input_tokens or 0 for r in records if r.is_ok)
+
+
+def _cached_beyond_plan(records: Sequence[Record], observed: Observed) -> float | None:
+    """Return the prompt tokens cached by accident, by the usage or else by the server's counters.
+
+    None where neither is told.
+    """
+    told = [r for r in records if r.is_ok and r.cached_tokens is not None]
+    plan = observed.shared_tokens
+    if told:
+        return sum(max((r.cached_tokens or 0) - plan.get(r.index, 0), 0) for r in told)
+    share = hit_share(observed.server)
+    if share is None:
+        return None
+    planned = sum(plan.get(r.index, 0) for r in records if r.is_ok)
+    return max(share * _asked(records) - planned, 0.0)
+
+
+def hit_share(server: Scrape) -> float | None:
+    """Return the share of prefix look-ups that hit over a run, or None where none were counted."""
+    hits, queries = (_grown(server, f"prefix_{what}_total") for what in ("hits", "queries"))
+    return None if hits is None or not queries else hits / queries
+
+
+def _grown(server: Scrape, counter: str) -> float | None:
+    """Return by how much a counter grew between its first reading and its last."""
+    known = [value for value in server.values.get(counter, ()) if not math.isnan(value)]
+    return known[-1] - known[0] if len(known) > 1 else None
+
+
+def _idle_users(records: Sequence[Record], observed: Observed) -> str:
+    ended_s: dict[int, list[float]] = {}
+    for record in records:
+        if record.user is not None:
+            ended_s.setdefault(record.user, []).append(record.finished_s or math.inf)
+    # One that had more to send, or could not have sent more in time, was at it to the end.
+    latest_s = observed.arrivals_s - observed.longest_think_s
+    idle = sum(
+        len(ended_s.get(user, ())) == count and max(ended_s[user]) < latest_s
+        for user, count in observed.user_requests.items()
+    )
+    if not idle:
+        return ""
+    return (
+        f"{idle} of {len(observed.user_requests)} users sent all that was prepared for them and "
+        "then idled: fewer users than said were active at the end; prepare more requests"
+    )
+
+
+def _blind(fault: str) -> str:
+    return f"the monitor broke off before the run's end ({fault})" if fault else ""
+
+
+def _slow_clock(governor: str) -> str:
+    if governor not in SLOW_GOVERNORS:
+        return ""
+    return (
+        f"the client's CPU governor is {governor}: it lowers the clock between requests, which can "
+        "nearly double what the client adds to first tokens; set it to performance"
     )
 
 
@@ -132,7 +263,16 @@ def _few(stats: Stats) -> str:
     return f"{ended} requests: P99 of a request's latency is simply the slowest of them"
 
 
-def _steal(share: float | None) -> str:
-    if share is None or share <= STEAL_SHARE:
+def _some_stolen(share: float | None) -> str:
+    if share is None or not STEAL_CAUTION_SHARE < share <= STEAL_SHARE:
         return ""
     return f"{share:.1%} of CPU time was stolen by other machines on this host"
+
+
+def _stolen(share: float | None) -> str:
+    if share is None or share <= STEAL_SHARE:
+        return ""
+    return (
+        f"{share:.1%} of CPU time was stolen by other machines on this host, bound "
+        f"{STEAL_SHARE:.0%}; measure at a calmer time or on a machine of your own"
+    )

@@ -11,38 +11,86 @@ step queues its kernels one by one. The ids of a step stay on the device, where 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from tailrace.engine.device_sampler import NO_TOKEN
 from tailrace.engine.runner import Admission, PromptRows, StepResult, prompt_rows, score_prompt
 from tailrace.engine.staging import RING, Packed, Staging
 from tailrace.kernels.attention_shapes import prefill_shape
 from tailrace.kernels.paged_attention.device_batch import DeviceBatch, cut_tiles
+from tailrace.kernels.sampling.rows import NOT_FINITE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tailrace.engine.block_manager import BlockManager
-    from tailrace.engine.sampler import Sampler
+    from tailrace.engine.device_sampler import DeviceSampler
     from tailrace.engine.scheduler import Chunk, Step
     from tailrace.kernels.paged_attention.triton_prefill import Shape
     from tailrace.kernels.triton_kernels import TritonKernels
     from tailrace.models.causal_lm import CausalLM, KVCache
     from tailrace.types import TokenLogprobs
 
-NOT_FINITE = "the model's logits are not finite"
 _SMALL_BUCKETS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32)
+_MIXED_DECODES = (0, 16, 32, 64, 96)
+_MIXED_TOKENS = (64, 128, 256, 512)
+_MIXED_PROMPTS = 16
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The sizes of a step's index arrays; those that are captured are padded up to.
+
+    rows       [d d d . .][a a a b b . . .]      decodes, then prompt tokens; dots are padding
+    sequences  [0 1 2 . .][a b . . .] [none]     a last one without rows, for tiles without work
+    """
+
+    decodes: int
+    """Rows of the decode kernel, one sequence each."""
+    tokens: int = 0
+    """Rows of the prefill kernel."""
+    prompts: int = 0
+    """Sequences that those rows belong to."""
+    tiles: int = 0
+
+    @property
+    def rows(self) -> int:
+        """All rows."""
+        return self.decodes + self.tokens
 
 
 def graph_buckets(max_batch_size: int) -> list[int]:
-    """Return the batch sizes that are captured, ascending; the last is `max_batch_size`."""
+    """Return the batch sizes whose decode steps are captured, ascending, to `max_batch_size`."""
     sizes = [size for size in _SMALL_BUCKETS if size < max_batch_size]
     sizes += range(40, max_batch_size, 8)
     return [*sizes, max_batch_size]
+
+
+def mixed_frames(max_batch_size: int, token_budget: int, block_m: int) -> list[Frame]:
+    """Return the frames of steps with prompt tokens, the smallest first.
+
+    Those with few of them, whose kernels would take longer to queue than to run, and those of the
+    whole budget: the scheduler counts decodes as `padded_decodes`, so that full steps fit exactly.
+    """
+    sizes = [
+        (rows, tokens)
+        for rows in padded_sizes(max_batch_size)
+        for tokens in (*_MIXED_TOKENS, token_budget - rows)
+        if 0 < tokens <= token_budget - rows
+    ]
+    return [
+        Frame(rows, tokens, _MIXED_PROMPTS, -(-tokens // block_m) + _MIXED_PROMPTS)
+        for rows, tokens in sorted(set(sizes), key=sum)
+    ]
+
+
+def padded_sizes(max_batch_size: int) -> list[int]:
+    """Return the numbers of decode rows that mixed frames have, ascending."""
+    return [*(size for size in _MIXED_DECODES if size < max_batch_size), max_batch_size]
 
 
 @dataclass(frozen=True)
@@ -51,9 +99,9 @@ class PreparedDeviceStep:
 
     step: Step
     packed: Packed
-    bucket: int
-    """Rows of the graph to replay; 0: no graph serves this step."""
-    num_decodes: int
+    frame: Frame
+    is_captured: bool
+    """Whether a graph serves the frame."""
     shape: Shape
     max_query_len: int
     max_kv_len: int
@@ -68,7 +116,8 @@ class DeviceResult:
 
     token_ids: torch.Tensor
     """Pinned int64 [S]; valid after the event."""
-    event: torch.cuda.Event
+    event: torch.cuda.Event | None
+    """None on a CPU, where nothing is queued."""
     logprobs: list[TokenLogprobs | None]
     errors: dict[int, str] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
@@ -79,12 +128,13 @@ class DeviceResult:
         Raises:
             RuntimeError: The device failed in this step or one before.
         """
-        self.event.synchronize()
+        if self.event is not None:
+            self.event.synchronize()
         ids = self.token_ids.tolist()
         errors = dict(self.errors)
         for row, token_id in enumerate(ids):
             if token_id < 0:
-                errors.setdefault(row, NOT_FINITE)
+                errors.setdefault(row, NO_TOKEN[token_id])
         return StepResult(ids, self.logprobs, errors, self.prompt_logprobs)
 
 
@@ -106,7 +156,7 @@ class CudaRunner:
     def __init__(
         self,
         model: CausalLM,
-        sampler: Sampler,
+        sampler: DeviceSampler,
         kernels: TritonKernels,
         *,
         num_blocks: int,
@@ -133,18 +183,27 @@ class CudaRunner:
         self._width = -(-context_length // block_size)
         self._tables = np.zeros((num_slots, self._width), dtype=np.int32)
         self._filled = [0] * num_slots
-        words = 6 * token_budget + num_slots * (self._width + 16) + 4096
+        # Nine arrays of a row or sequence each at most, and the tables.
+        words = 9 * (token_budget + 2 * num_slots + 64) + (2 * num_slots + 64) * (self._width + 16)
         self._staging = Staging(words, self.device)
         # One entry more than there are slots: padded rows write their token there.
         self._last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=self.device)
-        self._host_ids = torch.empty(RING, num_slots, dtype=torch.int64, pin_memory=True)
+        is_gpu = self.device.type == "cuda"  # else Triton's interpreter, in tests
+        self._host_ids = torch.empty(RING, num_slots, dtype=torch.int64, pin_memory=is_gpu)
         self._ring = 0
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._graph_outputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._graphs: dict[Frame, torch.cuda.CUDAGraph] = {}
+        self._graph_outputs: dict[Frame, tuple[torch.Tensor, torch.Tensor]] = {}
         self._buckets = graph_buckets(num_slots)
+        self._shape = prefill_shape(config.head_dim, context_length, self._capability)
+        self._mixed = mixed_frames(num_slots, token_budget, self._shape.block_m)
+        self._padded_sizes = padded_sizes(num_slots)
         self._pool: Any = None  # torch names the type of its handle only to itself
 
     # The engine's thread
+
+    def padded_decodes(self, decodes: int) -> int:
+        """Return the rows that a mixed step computes for so many decodes."""
+        return next(size for size in self._padded_sizes if size >= decodes)
 
     def prepare(self, step: Step, blocks: BlockManager) -> PreparedDeviceStep:
         """Turn a step into index arrays; reads scheduler state: the engine's thread runs it."""
@@ -152,36 +211,51 @@ class CudaRunner:
             self._filled[sequence.slot] = 0
         chunks = step.chunks
         self._extend_tables(chunks, blocks)
-        decodes = _leading_decodes(chunks)
-        sampling = [chunk.slot for chunk in chunks if chunk.samples]
-        is_plain = decodes == len(chunks) == len(sampling)
-        bucket = self._bucket(decodes) if is_plain and self._graphs else 0
-        longest = max(chunk.end for chunk in chunks)
-        shape = prefill_shape(self.model.config.head_dim, longest, self._capability)
-        if bucket:
-            arrays = self._decode_arrays(chunks, bucket)
-        else:
-            arrays = self._mixed_arrays(chunks, step.num_tokens, decodes, shape)
         starts = np.cumsum([0, *(chunk.num_tokens for chunk in chunks)])
+        scored = [
+            rows
+            for index, chunk in enumerate(chunks)
+            if (rows := prompt_rows(index, chunk, int(starts[index]))) is not None
+        ]
+        longest = max(chunk.end for chunk in chunks)
+        decodes = _leading_decodes(chunks)
+        # Scoring a prompt needs its hidden rows, which graphs keep to themselves.
+        captured = None if scored else self._captured_frame(chunks, step.num_tokens, decodes)
+        shape = self._shape
+        if captured is None:
+            shape = prefill_shape(self.model.config.head_dim, longest, self._capability)
+        tiles = _tiles(chunks, decodes, captured, shape)
+        frame = captured or Frame(
+            decodes, step.num_tokens - decodes, len(chunks) - decodes, len(tiles)
+        )
         return PreparedDeviceStep(
             step=step,
-            packed=self._staging.pack(arrays),
-            bucket=bucket,
-            num_decodes=decodes,
+            packed=self._staging.pack(self._arrays(chunks, decodes, frame, tiles)),
+            frame=frame,
+            is_captured=captured is not None,
             shape=shape,
             max_query_len=max(chunk.num_tokens for chunk in chunks),
             max_kv_len=longest,
-            sample_slots=sampling,
-            prompt_rows=[
-                rows
-                for index, chunk in enumerate(chunks)
-                if (rows := prompt_rows(index, chunk, int(starts[index]))) is not None
-            ],
+            sample_slots=[chunk.slot for chunk in chunks if chunk.samples],
+            prompt_rows=scored,
             admissions=[Admission.of(sequence) for sequence in step.admitted],
         )
 
-    def _bucket(self, rows: int) -> int:
-        return next(size for size in self._buckets if size >= rows)
+    def _captured_frame(
+        self, chunks: Sequence[Chunk], num_tokens: int, decodes: int
+    ) -> Frame | None:
+        """Return the smallest captured frame that the step fits."""
+        if not self._graphs:
+            return None
+        tokens, prompts = num_tokens - decodes, len(chunks) - decodes
+        if not tokens:
+            return Frame(next(size for size in self._buckets if size >= decodes))
+        fitting = (
+            frame
+            for frame in self._mixed
+            if frame.tokens >= tokens and frame.prompts >= prompts and frame.decodes >= decodes
+        )
+        return next(fitting, None)
 
     def _extend_tables(self, chunks: Sequence[Chunk], blocks: BlockManager) -> None:
         """Copy the block ids that are new since a slot's last step."""
@@ -192,56 +266,47 @@ class CudaRunner:
                 self._tables[chunk.slot, have:need] = table[have:need]
                 self._filled[chunk.slot] = need
 
-    def _decode_arrays(self, chunks: Sequence[Chunk], bucket: int) -> dict[str, np.ndarray]:
-        rows = len(chunks)
-        slots = np.fromiter((chunk.slot for chunk in chunks), np.int32, rows)
-        positions = np.fromiter((chunk.start for chunk in chunks), np.int32, rows)
-        ids, pending = _tokens_of(chunks, rows, rows)
-        tables = np.zeros((bucket, self._width), dtype=np.int32)
-        tables[:rows] = self._tables[slots]
-        places = tables[np.arange(rows), positions // self.block_size] * self.block_size
-        return {
-            "ids": _padded(ids, bucket, 0),
-            "pending": _padded(pending, bucket, -1),
-            "positions": _padded(positions, bucket, 0),
-            "slots": _padded(places + positions % self.block_size, bucket, -1),
-            "kv_lens": _padded(positions + 1, bucket, 0),
-            "sample_slots": _padded(slots, bucket, self.num_slots),
-            "tables": tables,
-        }
-
-    def _mixed_arrays(
-        self, chunks: Sequence[Chunk], num_tokens: int, decodes: int, shape: Shape
+    def _arrays(
+        self, chunks: Sequence[Chunk], decodes: int, frame: Frame, tiles: np.ndarray
     ) -> dict[str, np.ndarray]:
+        """Return the step's arrays, padded to the frame: padding writes no KV and has no keys."""
         count = len(chunks)
         slots = np.fromiter((chunk.slot for chunk in chunks), np.int32, count)
         starts = np.fromiter((chunk.start for chunk in chunks), np.int32, count)
         rows = np.fromiter((chunk.num_tokens for chunk in chunks), np.int32, count)
-        firsts = np.zeros(count + 1, dtype=np.int32)
-        np.cumsum(rows, out=firsts[1:])
-        owner = np.repeat(np.arange(count), rows)
-        positions = (np.arange(num_tokens) - firsts[owner] + starts[owner]).astype(np.int32)
-        ids, pending = _tokens_of(chunks, num_tokens, decodes)
-        tables = self._tables[slots]
-        places = tables[owner, positions // self.block_size] * self.block_size
         samples = np.fromiter((chunk.samples for chunk in chunks), np.bool_, count)
-        tiles = cut_tiles(
-            rows[decodes:],
-            (starts + rows)[decodes:],
-            first_sequence=decodes,
-            block_m=shape.block_m,
-        )
+        # Where each chunk's rows, and the chunk itself, stand in the frame.
+        firsts = np.cumsum(rows, dtype=np.int32) - rows
+        firsts[decodes:] += frame.decodes - decodes
+        places = np.arange(count)
+        places[decodes:] += frame.decodes - decodes
+        owner = np.repeat(np.arange(count), rows)
+        within = np.arange(len(owner)) - np.repeat(np.cumsum(rows) - rows, rows)
+        row = firsts[owner] + within
+        position = starts[owner] + within
+        blocks = self._tables[slots[owner], position // self.block_size]
+        ids, pending = _tokens_of(chunks, len(owner), decodes)
+        sequences = frame.decodes + frame.prompts + 1
+        query_starts = np.arange(sequences + 1, dtype=np.int32)
+        query_starts[frame.decodes :] = frame.decodes + int(rows[decodes:].sum())
+        query_starts[places[decodes:]] = firsts[decodes:]
+        sampled = firsts[samples] + rows[samples] - 1
+        size = frame.decodes + frame.prompts
+        tables = np.zeros((sequences, self._width), dtype=np.int32)
+        tables[places] = self._tables[slots]
         return {
-            "ids": ids,
-            "pending": pending,
-            "positions": positions,
-            "slots": places + positions % self.block_size,
-            "kv_lens": starts + rows,
-            "sample_slots": slots[samples],
-            "tables": tables,
-            "query_starts": firsts,
+            "ids": _placed(ids, row, frame.rows, 0),
+            "pending": _placed(pending, row, frame.rows, -1),
+            "positions": _placed(position, row, frame.rows, 0),
+            "slots": _placed(
+                blocks * self.block_size + position % self.block_size, row, frame.rows, -1
+            ),
+            "kv_lens": _placed(starts + rows, places, sequences, 0),
+            "query_starts": query_starts,
+            "sample_rows": _placed(sampled, np.arange(len(sampled)), size, 0),
+            "sample_slots": _placed(slots[samples], np.arange(len(sampled)), size, self.num_slots),
             "tiles": tiles,
-            "sample_rows": firsts[1:][samples] - 1,
+            "tables": tables,
         }
 
     # The runner's thread
@@ -255,9 +320,9 @@ class CudaRunner:
             self.sampler.admit(entry.slot, entry.sampling, entry.prompt_ids, entry.output_ids)
         arrays = self._staging.send(prepared.packed)
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-        if prepared.bucket:
-            self._graphs[prepared.bucket].replay()
-            logits, ids = self._graph_outputs[prepared.bucket]
+        if prepared.is_captured:
+            self._graphs[prepared.frame].replay()
+            logits, ids = self._graph_outputs[prepared.frame]
         else:
             hidden = self._forward(arrays, prepared)
             prompt_logprobs = {
@@ -267,25 +332,29 @@ class CudaRunner:
             if not prepared.sample_slots:
                 return self._result(0, [], {}, prompt_logprobs)
             logits, ids = self._sample_rows(hidden, arrays["sample_rows"], arrays["sample_slots"])
-        return self._drawn(logits, ids, prepared.sample_slots, prompt_logprobs)
+        return self._drawn(logits, ids, prepared.sample_slots, arrays, prompt_logprobs)
 
     def _drawn(
         self,
         logits: torch.Tensor,
         ids: torch.Tensor,
         slots: list[int],
+        arrays: dict[str, torch.Tensor],
         prompt_logprobs: dict[int, list[TokenLogprobs]],
     ) -> DeviceResult:
         """Take the greedy ids where they are what every row asks for, else draw."""
         count = len(slots)
+        if not count:
+            return self._result(0, [], {}, prompt_logprobs)
         logprobs: list[TokenLogprobs | None] = [None] * count
         errors: dict[int, str] = {}
         if self.sampler.are_plain_greedy(slots):
             self.sampler.count_drawn(slots)
         else:
-            sampled = self.sampler.sample(logits[:count].float(), slots)
+            sampled = self.sampler.sample(logits[:count], slots)
             ids, logprobs, errors = sampled.token_ids, sampled.logprobs, sampled.errors
-            self._last_tokens[torch.tensor(slots, device=self.device)] = ids
+            # A row without a token fails when its id is read; the next step reads token 0 for it.
+            self._last_tokens.index_copy_(0, arrays["sample_slots"][:count].long(), ids.clamp(0))
         host = self._host_ids[self._ring, :count]
         host.copy_(ids[:count], non_blocking=True)
         return self._result(count, logprobs, errors, prompt_logprobs)
@@ -297,8 +366,10 @@ class CudaRunner:
         errors: dict[int, str],
         prompt_logprobs: dict[int, list[TokenLogprobs]],
     ) -> DeviceResult:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own gap
-        event.record()
+        event = None
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own gap
+            event.record()
         host = self._host_ids[self._ring, :count]
         self._ring = (self._ring + 1) % RING
         return DeviceResult(host, event, logprobs, errors, prompt_logprobs)
@@ -314,7 +385,7 @@ class CudaRunner:
             slots=arrays["slots"],
             max_query_len=prepared.max_query_len,
             max_kv_len=prepared.max_kv_len,
-            num_decodes=prepared.num_decodes,
+            num_decodes=prepared.frame.decodes,
             tiles=arrays["tiles"],
             shape=prepared.shape,
         )
@@ -326,40 +397,42 @@ class CudaRunner:
         return torch.where(pending >= 0, last, arrays["ids"])
 
     def _sample_rows(
-        self, hidden: torch.Tensor, rows: torch.Tensor | None, slots: torch.Tensor
+        self, hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits [S, V] and the likeliest ids, -1 where a row is not finite; keep them."""
-        logits = self.model.logits(hidden if rows is None else hidden.index_select(0, rows))
+        logits = self.model.logits(hidden.index_select(0, rows))
         peaks, ids = logits.max(dim=-1)
-        # An id that cannot be: the host takes it for an error, the next step reads token 0.
         self._last_tokens.index_copy_(0, slots.long(), ids)
-        return logits, torch.where(peaks.isfinite(), ids, -1)
+        # An id that cannot be: the host takes it for an error.
+        return logits, torch.where(peaks.isfinite(), ids, NOT_FINITE)
 
     # At start
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture the graphs of all buckets, the largest first, in one memory pool."""
-        for bucket in reversed(self._buckets):
-            arrays = self._staging.views(self._empty_step(bucket))
+        """Capture the graphs of all frames, the largest first, in one memory pool."""
+        frames = [*map(Frame, self._buckets), *self._mixed]
+        for frame in sorted(frames, key=lambda frame: frame.rows, reverse=True):
+            packed = self._staging.pack(self._arrays([], 0, frame, _no_tiles(frame)))
+            arrays = self._staging.send(packed)
             batch = DeviceBatch(
-                query_starts=arrays["kv_lens"],
+                query_starts=arrays["query_starts"],
                 kv_lens=arrays["kv_lens"],
                 block_tables=arrays["tables"],
                 positions=arrays["positions"],
                 slots=arrays["slots"],
-                max_query_len=1,
+                max_query_len=max(frame.tokens, 1),
                 max_kv_len=self._width * self.block_size,
-                num_decodes=bucket,
-                tiles=torch.empty(0, 2, dtype=torch.int32, device=self.device),
-                shape=prefill_shape(self.model.config.head_dim, 1, self._capability),
+                num_decodes=frame.decodes,
+                tiles=arrays["tiles"],
+                shape=self._shape,
             )
 
             def run(
                 arrays: dict[str, torch.Tensor] = arrays, batch: DeviceBatch = batch
             ) -> tuple[torch.Tensor, torch.Tensor]:
                 hidden = self.model.forward(self._input_ids(arrays), batch, self.kv_caches)
-                return self._sample_rows(hidden, None, arrays["sample_slots"])
+                return self._sample_rows(hidden, arrays["sample_rows"], arrays["sample_slots"])
 
             run()  # compiles, and chooses cuBLAS's algorithms, outside the capture
             torch.cuda.synchronize()
@@ -367,12 +440,7 @@ class CudaRunner:
             with torch.cuda.graph(graph, pool=self._pool):
                 outputs = run()
             self._pool = graph.pool()
-            self._graphs[bucket], self._graph_outputs[bucket] = graph, outputs
-
-    def _empty_step(self, bucket: int) -> Packed:
-        packed = self._staging.pack(self._decode_arrays([], bucket))
-        self._staging.send(packed)
-        return packed
+            self._graphs[frame], self._graph_outputs[frame] = graph, outputs
 
 
 def allocate_kv(
@@ -424,12 +492,30 @@ def _tokens_of(
     return ids, pending
 
 
-def _padded(values: np.ndarray, size: int, filler: int) -> np.ndarray:
-    padded = np.full(size, filler, dtype=np.int32)
-    padded[: len(values)] = values
-    return padded
+def _tiles(chunks: Sequence[Chunk], decodes: int, frame: Frame | None, shape: Shape) -> np.ndarray:
+    """Cut the prompts' chunks; a captured frame gets as many tiles as it has, some without work."""
+    prompts = chunks[decodes:]
+    cut = cut_tiles(
+        np.array([chunk.num_tokens for chunk in prompts], dtype=np.int32),
+        np.array([chunk.end for chunk in prompts], dtype=np.int32),
+        first_sequence=decodes if frame is None else frame.decodes,
+        block_m=shape.block_m,
+    )
+    if frame is None:
+        return cut
+    tiles = _no_tiles(frame)
+    tiles[: len(cut)] = cut
+    return tiles
 
 
-def scratch_bytes(rows: int, num_heads: int, head_dim: int, max_kv_len: int, split: int) -> int:
-    """Bytes of the decode kernel's scratch."""
-    return rows * num_heads * math.ceil(max_kv_len / split) * (head_dim + 1) * 4
+def _no_tiles(frame: Frame) -> np.ndarray:
+    """Return the frame's tiles, all of the sequence without rows."""
+    tiles = np.zeros((frame.tiles, 2), dtype=np.int32)
+    tiles[:, 0] = frame.decodes + frame.prompts
+    return tiles
+
+
+def _placed(values: np.ndarray, places: np.ndarray, size: int, filler: int) -> np.ndarray:
+    placed = np.full(size, filler, dtype=np.int32)
+    placed[places] = values
+    return placed

@@ -11,7 +11,7 @@ import structlog
 import torch
 
 from tailrace.engine.cuda_runner import CudaRunner, allocate_kv, kv_bytes_per_token
-from tailrace.engine.sampler import Sampler
+from tailrace.engine.device_sampler import DeviceSampler
 from tailrace.errors import ConfigError
 from tailrace.kernels.attention_shapes import prefill_shape
 from tailrace.kernels.paged_attention.device_batch import DeviceBatch, cut_tiles
@@ -98,7 +98,7 @@ def load_runner(
     model = load_model(
         folder, dtype=dtype, kernels=kernels, load_format=config.load_format, seed=config.seed
     )
-    sampler = Sampler(
+    sampler = DeviceSampler(
         config.max_batch_size,
         model.config.vocab_size,
         model.config.eos_token_ids,
@@ -169,7 +169,7 @@ def measure_step(
     cache = allocate_kv(model, blocks, size, kernels.dtype, kernels.device)
     pool = torch.cuda.memory_allocated() - before
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    shape = prefill_shape(model.config.head_dim, int(lengths.max()))
+    shape = prefill_shape(model.config.head_dim, int(lengths.max()), kernels.capability)
     tiles = cut_tiles(lengths, lengths, first_sequence=0, block_m=shape.block_m)
     positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])
     owner = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
@@ -192,7 +192,7 @@ def measure_step(
     ids = torch.zeros(rows, dtype=torch.int64, device=kernels.device)
     hidden = model.forward(ids, batch, cache)
     logits = model.logits(hidden[:sampled])
-    # The sampler's own copies: float32 logits and weights, and a sorted prefix.
+    # A step that is asked for log-probabilities copies logits and what it makes of them.
     copies = torch.empty(3, *logits.shape, dtype=torch.float32, device=kernels.device)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before - pool

@@ -43,6 +43,10 @@ class Executed(Protocol):
 class StepRunner(Protocol):
     """What the engine needs of a runner."""
 
+    def padded_decodes(self, decodes: int) -> int:
+        """Return the rows that a step with prompts computes for so many decodes."""
+        ...
+
     def prepare(self, step: Step, blocks: BlockManager) -> Any:
         """Turn a step into the runner's input, without waiting for a result."""
         ...

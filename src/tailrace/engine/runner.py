@@ -8,7 +8,7 @@ alone reads and writes device state: KV caches, sampler state, and each slot's l
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -109,6 +109,11 @@ class Runner:
         self.kv_caches = allocate_kv(model, num_blocks, block_size)
         self._last_tokens = torch.zeros(num_slots, dtype=torch.int64)
 
+    @staticmethod
+    def padded_decodes(decodes: int) -> int:
+        """Return as many: a CPU computes what is asked for, and no more."""
+        return decodes
+
     def prepare(self, step: Step, blocks: BlockManager) -> PreparedStep:
         """Turn a step into tensors; reads scheduler state, so it runs on the engine's thread."""
         chunks = step.chunks
@@ -160,12 +165,22 @@ class Runner:
         )
 
 
+class PromptScorer(Protocol):
+    """What a sampler offers for tokens that are known."""
+
+    def prompt_logprobs(
+        self, logits: torch.Tensor, target_ids: torch.Tensor, top_n: int
+    ) -> list[TokenLogprobs]:
+        """Score known tokens: logits float32 [R, V], target_ids int64 [R]."""
+        ...
+
+
 # Prompt rows whose logits exist at once: 64 x 152k floats are 39 MB.
 _SCORE_ROWS = 64
 
 
 def score_prompt(
-    model: CausalLM, sampler: Sampler, hidden: torch.Tensor, rows: PromptRows
+    model: CausalLM, sampler: PromptScorer, hidden: torch.Tensor, rows: PromptRows
 ) -> list[TokenLogprobs]:
     """Log-probabilities of known next tokens, a slice at a time to bound the logits' size."""
     scores: list[TokenLogprobs] = []

@@ -151,10 +151,10 @@ class Sampler:
             params=params,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             position=len(output_ids),
-            defect=self._defect(params),
+            defect=defect_of(params, self.vocab_size),
         )
         if params.min_tokens:
-            state.blocked_ids = self._blocked_ids(params)
+            state.blocked_ids = self._ids(blocked_ids(params, self._eos_token_ids, self.vocab_size))
         if params.logit_bias and not state.defect:
             state.bias_ids = self._ids(params.logit_bias)
             state.bias = torch.tensor(
@@ -215,19 +215,6 @@ class Sampler:
         logprobs = [None if row in errors else scores.get(row) for row in range(len(states))]
         return Sampled(token_ids, logprobs, errors)
 
-    def are_plain_greedy(self, slots: Sequence[int]) -> bool:
-        """Whether the likeliest id of each row's raw logits, and nothing more, is asked for."""
-        states = (self._state(slot) for slot in slots)
-        return all(
-            s.is_greedy and s.is_plain and s.params.logprobs is None and not s.defect
-            for s in states
-        )
-
-    def count_drawn(self, slots: Sequence[int]) -> None:
-        """Note that plain greedy rows were drawn by the runner."""
-        for slot in slots:
-            self._state(slot).position += 1
-
     @torch.inference_mode()
     def prompt_logprobs(
         self, logits: Tensor, target_ids: Tensor, top_n: int
@@ -237,7 +224,7 @@ class Sampler:
         Logits that are not finite give NaN: the request's sampled row, which attends to the same
         positions, is the one that reports the error.
         """
-        return _score_rows(logits, target_ids, [top_n] * len(target_ids))
+        return score_rows(logits, target_ids, [top_n] * len(target_ids))
 
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < len(self._slots):
@@ -250,22 +237,24 @@ class Sampler:
             raise EngineError(f"sampler slot {slot} is not admitted; admit it before sampling")
         return state
 
-    def _defect(self, params: SamplingParams) -> str:
-        """Name what the front end should have refused: it would end the step, or draw nonsense."""
-        if not 0.0 <= params.temperature < math.inf:  # NaN is refused as well
-            return f"temperature {params.temperature}: must be finite and at least 0"
-        for token_id in params.logit_bias:
-            if not 0 <= token_id < self.vocab_size:
-                return f"logit_bias: {token_id} is no token id; ids are 0 to {self.vocab_size - 1}"
-        return ""
-
     def _ids(self, ids: Sequence[int] | set[int] | dict[int, float]) -> Tensor:
         return torch.tensor(list(ids), dtype=torch.int64, device=self._device)
 
-    def _blocked_ids(self, params: SamplingParams) -> Tensor:
-        # An id outside the vocabulary can never be drawn, so it needs no mask.
-        ids = {*self._eos_token_ids, *params.stop_token_ids}
-        return self._ids([i for i in ids if 0 <= i < self.vocab_size])
+
+def defect_of(params: SamplingParams, vocab_size: int) -> str:
+    """Name what the front end should have refused: it would end the step, or draw nonsense."""
+    if not 0.0 <= params.temperature < math.inf:  # NaN is refused as well
+        return f"temperature {params.temperature}: must be finite and at least 0"
+    for token_id in params.logit_bias:
+        if not 0 <= token_id < vocab_size:
+            return f"logit_bias: {token_id} is no token id; ids are 0 to {vocab_size - 1}"
+    return ""
+
+
+def blocked_ids(params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int) -> list[int]:
+    """Return what may not be drawn before `min_tokens` are out."""
+    # An id outside the vocabulary can never be drawn, so it needs no mask.
+    return sorted(i for i in {*eos_token_ids, *params.stop_token_ids} if 0 <= i < vocab_size)
 
 
 def uniform(seed: int, position: int) -> float:
@@ -509,10 +498,10 @@ def _scores(
     if raw is None:
         return {}
     top_ns = [states[row].params.logprobs or 0 for row in rows]
-    return dict(zip(rows, _score_rows(raw, token_ids[rows], top_ns), strict=True))
+    return dict(zip(rows, score_rows(raw, token_ids[rows], top_ns), strict=True))
 
 
-def _score_rows(logits: Tensor, target_ids: Tensor, top_ns: Sequence[int]) -> list[TokenLogprobs]:
+def score_rows(logits: Tensor, target_ids: Tensor, top_ns: Sequence[int]) -> list[TokenLogprobs]:
     """Score one token a row, and each row's top_ns[row] most likely ones.
 
     Args:

@@ -26,6 +26,8 @@ from tailrace.engine.sequence import NO_SLOT, Sequence, Status
 from tailrace.errors import EngineError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tailrace.engine.block_manager import BlockManager
 
 
@@ -58,6 +60,8 @@ class Step:
     preempted: int = 0
     num_tokens: int = 0
     """Positions to compute in all."""
+    padding: int = 0
+    """Rows that the device computes beside the decodes, for its own convenience."""
 
     def add(self, chunk: Chunk) -> None:
         """Append a chunk."""
@@ -78,13 +82,23 @@ class Scheduler:
         blocks: The KV blocks, asked and told by nobody else.
         max_batch_size: Slots.
         token_budget: Most positions of a step; at least `max_batch_size`.
+        padded_decodes: Rows that the device computes for so many decodes. What it adds counts
+            against the budget of prompts, so that full steps are of sizes that it has captured.
     """
 
-    def __init__(self, blocks: BlockManager, *, max_batch_size: int, token_budget: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_batch_size: int,
+        token_budget: int,
+        padded_decodes: Callable[[int], int] = lambda decodes: decodes,
+    ) -> None:
         if token_budget < max_batch_size:
             raise EngineError(f"token budget {token_budget} < max batch size {max_batch_size}")
         self.blocks = blocks
         self.token_budget = token_budget
+        self._padded_decodes = padded_decodes
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions_total = 0
@@ -121,6 +135,8 @@ class Scheduler:
             for sequence in list(self.running):
                 if sequence.status is Status.RUNNING and (sequence.uncomputed == 1) is decodes:
                     self._extend(step, sequence)
+            if decodes:
+                step.padding = self._padded_decodes(step.num_tokens) - step.num_tokens
         if not step.preempted:
             self._admit(step)
         if step.chunks:  # an empty step is not run, so it must carry nothing away
@@ -146,7 +162,7 @@ class Scheduler:
 
     def _extend(self, step: Step, sequence: Sequence) -> None:
         """Give a running sequence its next chunk, at the cost of younger ones if need be."""
-        if not sequence.wants_work or step.num_tokens >= self.token_budget:
+        if not sequence.wants_work or self._left(step) <= 0:
             return
         end = self._chunk_end(step, sequence)
         while not self.blocks.can_grow(sequence.request_id, end):
@@ -159,12 +175,14 @@ class Scheduler:
 
     def _chunk_end(self, step: Step, sequence: Sequence) -> int:
         """Where a chunk ends that takes what the step's budget has left."""
-        left = self.token_budget - step.num_tokens
-        return sequence.num_computed + min(sequence.uncomputed, left)
+        return sequence.num_computed + min(sequence.uncomputed, self._left(step))
+
+    def _left(self, step: Step) -> int:
+        return self.token_budget - step.num_tokens - step.padding
 
     def _admit(self, step: Step) -> None:
         """Start waiting sequences, in order, while slots, blocks and budget last."""
-        while self.waiting and self._free_slots and step.num_tokens < self.token_budget:
+        while self.waiting and self._free_slots and self._left(step) > 0:
             sequence = self.waiting[0]
             if sequence.steps_in_flight or not self._fits(sequence):
                 return  # nobody overtakes: smaller ones cannot starve the first in order

@@ -163,6 +163,7 @@ def make_engine(config: EngineConfig, loaded: Loaded, submit: Callable[..., Futu
         loaded.blocks,
         max_batch_size=config.max_batch_size,
         token_budget=token_budget(config),
+        padded_decodes=loaded.runner.padded_decodes,
     )
     return Engine(
         scheduler,

@@ -1,12 +1,12 @@
 """From a Job to bytes on the wire: whole or streamed, watched for a client that goes away.
 
-    handler --+-- pump    generation.pieces --> emitter.put          (never waits for the client)
-              +-- writer  emitter --> send                           (waits for the client)
+    engine's message --> generation --> emitter.put --> outbox --> written      (no task at all)
+    handler --+-- writer  emitter --> send       where the client is behind, and for the end
               '-- gone    the connection's end
 
-Whichever of "writer" and "gone" ends first ends the request; so does a pump that finds the client
-too far behind, and a client that does not take the end. The head of a stream is sent with its
-first piece, so that what fails before is answered with a proper status.
+Whichever of "writer" and "gone" ends first ends the request; so does a client that is too far
+behind, or that does not take the end. The head of a stream is sent with its first piece, so that
+what fails before is answered with a proper status.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import structlog
 
 from tailrace.errors import RequestError, TailraceError
-from tailrace.server.emitter import Emitter
+from tailrace.server.emitter import Channel, Emitter
 from tailrace.server.generation import Generation
 from tailrace.server.http import error_body
 
@@ -130,14 +130,22 @@ async def _stream(
         form.event,
         limit_bytes=services.config.server.stream_buffer_bytes,
         opening=form.opening(),
+        channel=Channel(
+            services.outbox,
+            request.is_free,
+            request.write_now,
+            generation.job.terms.priority,
+        ),
     )
+    feed = _Feed(emitter, every_token=form.every_token)
+    generation.listen(feed.take, feed.end)
     async with (
-        _watched(request, _pump(generation, form, emitter)) as (pump, gone),
-        _running(_write(request, generation, form, emitter, pump)) as writer,
+        _running(request.disconnected()) as gone,
+        _running(_write(request, generation, form, emitter, feed)) as writer,
     ):
-        await asyncio.wait({pump, writer, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if pump.done() and isinstance(pump.exception(), SlowReaderError):
-            pump.result()
+        await asyncio.wait({feed.ended, writer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if feed.ended.done() and isinstance(feed.ended.exception(), SlowReaderError):
+            feed.ended.result()
         await asyncio.wait(
             {writer, gone}, timeout=DELIVERY_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
         )
@@ -147,31 +155,48 @@ async def _stream(
             raise SlowReaderError(f"the stream's end was not taken in {DELIVERY_TIMEOUT_S:g} s")
 
 
-async def _pump(generation: Generation, form: Format, emitter: Emitter) -> None:
-    """Move pieces from the engine to the emitter."""
-    try:
-        async with contextlib.aclosing(generation.pieces()) as pieces:
-            stream = pieces if form.every_token else _spoken(pieces)
-            async for piece in stream:
-                if not emitter.put(piece):
-                    raise SlowReaderError(
-                        f"{emitter.pending_bytes} bytes wait for the client (stream-buffer-bytes)"
-                    )
-    finally:
-        emitter.complete()
+class _Feed:
+    """Moves pieces from the generation to the emitter; `ended` tells how that came to its end."""
 
+    def __init__(self, emitter: Emitter, *, every_token: bool) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._emitter = emitter
+        self._every_token = every_token
+        self._held: dict[int, Piece] = {}
 
-async def _spoken(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
-    """Let a piece without text wait for the next of its choice."""
-    held: dict[int, Piece] = {}
-    async for piece in pieces:
-        whole = held.pop(piece.index, piece)
+    def take(self, piece: Piece) -> None:
+        """Pass a piece on.
+
+        Raises:
+            SlowReaderError: The client is too far behind.
+        """
+        spoken = piece if self._every_token else self._spoken(piece)
+        if spoken is not None and not self._emitter.put(spoken):
+            raise SlowReaderError(
+                f"{self._emitter.pending_bytes} bytes wait for the client (stream-buffer-bytes)"
+            )
+
+    def end(self, error: Exception | None) -> None:
+        """Note the end; only the first counts."""
+        if self.ended.done():
+            return
+        if error is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(error)
+            # Where the client goes first, nobody asks for it.
+            self.ended.exception()
+        self._emitter.complete()
+
+    def _spoken(self, piece: Piece) -> Piece | None:
+        """Let a piece without text wait for the next of its choice."""
+        whole = self._held.pop(piece.index, piece)
         if whole is not piece:
             whole.absorb(piece)
         if whole.text or whole.finish_reason is not None:
-            yield whole
-        else:
-            held[piece.index] = whole
+            return whole
+        self._held[piece.index] = whole
+        return None
 
 
 async def _write(
@@ -179,16 +204,15 @@ async def _write(
     generation: Generation,
     form: Format,
     emitter: Emitter,
-    pump: asyncio.Task[None],
+    feed: _Feed,
 ) -> None:
-    """Move bytes from the emitter to the client."""
-    if not await emitter.wait():
-        await pump  # nothing was sent yet, so its error is the answer
+    """Write what is not written at once, and the end."""
     await emitter.run()
-    if not request.is_answered:  # no piece was an event
-        await request.start_stream()
+    if not request.is_answered:
+        await feed.ended  # nothing was sent yet, so its error is the answer
+        await request.start_stream()  # no piece was an event
     try:
-        await pump
+        await feed.ended
     except RequestError as error:
         generation.close("error")
         await request.finish(b"data: " + error_body(error) + b"\n\n")

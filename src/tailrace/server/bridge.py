@@ -22,8 +22,7 @@ import zmq.asyncio
 
 from tailrace.clock import monotonic
 from tailrace.errors import EngineError, RequestError, TailraceError
-from tailrace.server.engine_client import EngineState
-from tailrace.server.turns import Turns
+from tailrace.server.engine_client import EngineState, OutputQueue
 from tailrace.types import (
     AbortRequests,
     EngineFatal,
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 
     from tailrace.clock import Clock
     from tailrace.server.supervisor import EngineProcess, Launcher
-    from tailrace.server.turns import TurnQueue
     from tailrace.types import EngineRequest, EngineStats
 
 log = structlog.get_logger("tailrace.bridge")
@@ -86,7 +84,6 @@ class Bridge:
         self._launcher = launcher
         self._on_resolved = on_resolved
         self._on_stats = on_stats
-        self._turns = Turns()
         self._clock = clock
         self._silence_limit_s = silence_limit_s
         self._first_backoff_s = first_backoff_s
@@ -94,7 +91,7 @@ class Bridge:
         self._ready: EngineReady | None = None
         self._stats: EngineStats | None = None
         self._restarts_total = 0
-        self._queues: dict[str, TurnQueue] = {}
+        self._queues: dict[str, OutputQueue] = {}
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
         self._process: EngineProcess | None = None
@@ -138,7 +135,7 @@ class Bridge:
         """Requests whose last output has not come yet."""
         return len(self._queues)
 
-    def submit(self, request: EngineRequest) -> TurnQueue:
+    def submit(self, request: EngineRequest) -> OutputQueue:
         """Hand a request over.
 
         Raises:
@@ -148,7 +145,7 @@ class Bridge:
             raise RequestError("the server is stopping", status=503, retry_after_s=2.0)
         if self._state is not EngineState.READY:
             raise RequestError(f"the engine is {self._state.value}", status=503, retry_after_s=2.0)
-        queue = self._turns.queue(request.priority)
+        queue = OutputQueue()
         self._queues[request.request_id] = queue
         self._send(request)
         return queue

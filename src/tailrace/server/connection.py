@@ -2,7 +2,7 @@
 
 A deadline and a bound for request heads: uvicorn closes idle connections between requests, but
 not one whose request head never completes, and it bounds a head by memory alone.
-A way to drop a connection: see http.py.
+A way to drop a connection, and to know whether it takes bytes now: see http.py.
 Bodies beside an offer to upgrade, which Java's HttpClient and `curl --http2` make with every
 request: httptools passes over such a body and would take it for the next request.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tailrace.server.http import DROP_EXTENSION
+from tailrace.server.http import DROP_EXTENSION, FREE_EXTENSION
 
 if TYPE_CHECKING:
     from asyncio import TimerHandle
@@ -119,11 +119,14 @@ class Connection(HttpToolsProtocol):
             super().send_400_response(msg)
 
     def on_headers_complete(self) -> None:
-        """The head is whole: stop its deadline, offer the application to drop the connection."""
+        """The head is whole: stop its deadline, offer the application what ASGI lacks."""
         if self._is_replaying:
             return
         self._end_head()
-        self.scope["extensions"] = {DROP_EXTENSION: {"call": self.transport.abort}}
+        self.scope["extensions"] = {
+            DROP_EXTENSION: {"call": self.transport.abort},
+            FREE_EXTENSION: {"call": self._is_free},
+        }
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -195,6 +198,9 @@ class Connection(HttpToolsProtocol):
         if answer and not self._is_answering():
             self.transport.write(answer)
         self.transport.close()
+
+    def _is_free(self) -> bool:
+        return not self.flow.write_paused
 
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete

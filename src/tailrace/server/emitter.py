@@ -1,10 +1,12 @@
 """One stream's way out: pieces in, bytes to the client, with a bound on what it has not taken.
 
-    pump --put--> pending pieces --render, join--> send   (blocks while the client is behind)
+    engine --put--> pending pieces --render, join--> write_now   from the outbox, client not behind
+                                                 '-> send        from a task, which it blocks
 
 Rules
-1. While `send` is free, each piece is an event of its own; what waits is joined into one send.
-2. While `send` is blocked, a piece is absorbed by the last waiting one of its choice: nothing is
+1. While the client takes bytes, each piece is an event of its own, written when the outbox gets to
+   this stream; what waits is joined into one write.
+2. While the client is behind, a piece is absorbed by the last waiting one of its choice: nothing is
    lost, there are only fewer events. Token counts stay exact, for pieces carry their tokens.
 3. What waits may cost `limit_bytes`. Beyond that `put` says no, and the caller ends the stream.
 """
@@ -12,16 +14,31 @@ Rules
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from tailrace.server.choice import Piece
+    from tailrace.server.outbox import Outbox
 
 # What an event costs besides its text, roughly: its envelope, and each scored token's entry.
 _EVENT_BYTES = 256
 _SCORE_BYTES = 96
+
+
+@dataclass(frozen=True)
+class Channel:
+    """How a stream is written at once."""
+
+    outbox: Outbox
+    """Says when it is this stream's turn."""
+    is_free: Callable[[], bool]
+    """Whether the client takes bytes now."""
+    write_now: Callable[[bytes], None]
+    """Only while it does."""
+    priority: int = 0
 
 
 class Emitter:
@@ -32,6 +49,7 @@ class Emitter:
         render: Turns a piece into an event's bytes.
         limit_bytes: Most that may wait.
         opening: Goes out before the first piece.
+        channel: Writes at once while the client is not behind; None: everything goes by `send`.
     """
 
     def __init__(
@@ -41,11 +59,13 @@ class Emitter:
         *,
         limit_bytes: int,
         opening: bytes = b"",
+        channel: Channel | None = None,
     ) -> None:
         self._send = send
         self._render = render
         self._limit_bytes = limit_bytes
         self._opening = opening
+        self._channel = channel
         self._pending: list[Piece] = []
         self._last_of: dict[int, Piece] = {}
         self._pending_bytes = 0
@@ -59,34 +79,65 @@ class Emitter:
         """What waits, by its estimated cost."""
         return self._pending_bytes
 
+    @property
+    def priority(self) -> int:
+        """Of the request: smaller is earlier."""
+        return self._channel.priority if self._channel else 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything was written."""
+        return self.sent_bytes > 0
+
     def put(self, piece: Piece) -> bool:
         """Take a piece; return False where the client is too far behind to take more."""
-        waiting = self._last_of.get(piece.index) if self._is_sending else None
+        is_direct = self._is_direct()
+        is_behind = self._is_sending or (self._channel is not None and not is_direct)
+        waiting = self._last_of.get(piece.index) if is_behind else None
         self._pending_bytes += _cost(piece) + (0 if waiting else _EVENT_BYTES)
-        if self._is_sending and self._pending_bytes > self._limit_bytes:
+        if is_behind and self._pending_bytes > self._limit_bytes:
             return False
         if waiting is not None:
             waiting.absorb(piece)
         else:
             self._pending.append(piece)
             self._last_of[piece.index] = piece
-        self._wakeup.set()
+        if is_direct and self._channel is not None:
+            self._channel.outbox.add(self)
+        else:
+            self._wakeup.set()
         return True
+
+    def write_pending(self) -> None:
+        """Write what waits, or leave it to `run` where the client has fallen behind."""
+        if not self._pending or self._is_sending:
+            return  # written meanwhile, or `run` goes on with it
+        if self._channel is None or not self._is_direct():
+            self._wakeup.set()
+            return
+        data = self._take()
+        if data:
+            self._channel.write_now(data)
+            self.sent_bytes += len(data)
 
     def complete(self) -> None:
         """Say that no piece will follow."""
         self._is_complete = True
         self._wakeup.set()
 
-    async def wait(self) -> bool:
-        """Wait for something to do; return whether a piece is pending."""
-        await self._wakeup.wait()
-        return bool(self._pending)
-
     async def run(self) -> None:
-        """Write until complete and empty."""
-        while await self.wait():
-            await self._write(self._take())
+        """Write what is not written at once, until complete and empty."""
+        while True:
+            await self._wakeup.wait()
+            if self._pending:
+                await self._write(self._take())
+            elif self._is_complete:
+                return
+            else:
+                self._wakeup.clear()
+
+    def _is_direct(self) -> bool:
+        return not self._is_sending and self._channel is not None and self._channel.is_free()
 
     def _take(self) -> bytes:
         pieces, self._pending = self._pending, []

@@ -6,11 +6,12 @@ scripted one.
 
 from __future__ import annotations
 
+import asyncio
 import enum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from tailrace.types import EngineReady, EngineRequest, EngineStats, TokenOutput
 
@@ -26,23 +27,37 @@ class EngineState(enum.Enum):
     """It cannot be started: the server is going down."""
 
 
-class OutputQueue(Protocol):
-    """One request's outputs, in order."""
+class OutputQueue:
+    """One request's outputs, in order: asked for one by one, or told to a listener.
+
+    The last output has a `finish_reason`; when the engine dies, that is "error".
+    """
+
+    def __init__(self) -> None:
+        self._outputs: asyncio.Queue[TokenOutput] = asyncio.Queue()
+        self._listener: Callable[[TokenOutput], None] | None = None
+
+    def put_nowait(self, output: TokenOutput) -> None:
+        """Take an output."""
+        if self._listener is None:
+            self._outputs.put_nowait(output)
+        else:
+            self._listener(output)
 
     async def get(self) -> TokenOutput:
-        """Return the next output. The last has a `finish_reason`; asking on is an error.
+        """Return the next output; asking on after the last is an error."""
+        return await self._outputs.get()
 
-        When the engine dies, an output with `finish_reason` "error" comes.
-        """
-        ...
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits to be asked for."""
+        return self._outputs.empty()
 
-    def get_nowait(self) -> TokenOutput:
-        """Return the next output, which is there: see `empty`."""
-        ...
-
-    def empty(self) -> bool:
-        """Say whether no output is there."""
-        ...
+    def listen(self, listener: Callable[[TokenOutput], None]) -> None:
+        """From now on call `listener`, which must not raise, with each output as it comes."""
+        self._listener = listener
+        while not self.is_empty:
+            listener(self._outputs.get_nowait())
 
 
 class EngineClient(Protocol):

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import time
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tailrace.clock import monotonic
@@ -28,7 +29,7 @@ from tailrace.telemetry.request_log import RequestRecord
 from tailrace.types import EngineRequest
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
     from tailrace.clock import Clock
     from tailrace.server.engine_client import OutputQueue
@@ -137,14 +138,25 @@ class Generation:
             member = self._members[0]
             while not member.choice.is_finished:
                 yield self._take(member, await member.queue.get())
-                while not (member.choice.is_finished or member.queue.empty()):
-                    yield self._take(member, member.queue.get_nowait())
             return
         async with self._merged() as outputs:
             while not all(member.choice.is_finished for member in self._members):
                 member, output = await outputs.get()
                 if not member.choice.is_finished:
                     yield self._take(member, output)
+
+    def listen(
+        self, on_piece: Callable[[Piece], None], on_end: Callable[[Exception | None], None]
+    ) -> None:
+        """Be told pieces as the engine's outputs come, without a task: in place of `pieces`.
+
+        Args:
+            on_piece: Called with each piece.
+            on_end: Called once, when every choice is finished, or with what ended it: the errors
+                that `pieces` raises.
+        """
+        for member in self._members:
+            member.queue.listen(partial(self._heard, member, on_piece, on_end))
 
     def usage(self) -> Usage:
         """Return what the request cost so far."""
@@ -220,9 +232,6 @@ class Generation:
             while True:
                 output = await member.queue.get()
                 merged.put_nowait((member, output))
-                while output.finish_reason is None and not member.queue.empty():
-                    output = member.queue.get_nowait()
-                    merged.put_nowait((member, output))
                 if output.finish_reason is not None:
                     return
 
@@ -232,6 +241,23 @@ class Generation:
         finally:
             for task in tasks:
                 task.cancel()
+
+    def _heard(
+        self,
+        member: _Member,
+        on_piece: Callable[[Piece], None],
+        on_end: Callable[[Exception | None], None],
+        output: TokenOutput,
+    ) -> None:
+        if member.choice.is_finished or self._is_closed:
+            return
+        try:
+            on_piece(self._take(member, output))
+        except Exception as error:  # noqa: BLE001 -- the caller serves the other requests too
+            on_end(error)
+            return
+        if all(m.choice.is_finished for m in self._members):
+            on_end(None)
 
     def _take(self, member: _Member, output: TokenOutput) -> Piece:
         if output.finish_reason in ("error", "abort"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +24,9 @@ Header = tuple[bytes, bytes]
 
 DROP_EXTENSION = "tailrace.drop"
 """In the scope's extensions; its "call" closes the connection at once (see connection.py)."""
+
+FREE_EXTENSION = "tailrace.free"
+"""In the scope's extensions; its "call" says whether a send would be done at once."""
 
 _T = TypeVar("_T")
 _REQUEST_ID_CHARS = 128
@@ -51,9 +54,9 @@ class Request:
         self.is_answered = False
         self._has_body = False
         self._extra_headers: list[Header] = [(b"x-request-id", self.request_id.encode("latin-1"))]
-        self._drop: Callable[[], None] | None = (
-            scope.get("extensions", {}).get(DROP_EXTENSION, {}).get("call")
-        )
+        extensions = scope.get("extensions", {})
+        self._drop: Callable[[], None] | None = extensions.get(DROP_EXTENSION, {}).get("call")
+        self._is_free: Callable[[], bool] = extensions.get(FREE_EXTENSION, {}).get("call", _never)
         self._receive = receive
         self._send = send
         self._config = config
@@ -151,6 +154,20 @@ class Request:
         """Send a part of a stream; blocks while the client is behind."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
+    def is_free(self) -> bool:
+        """Whether `write_now` may be called: the client is not behind."""
+        return self._is_free()
+
+    def write_now(self, data: bytes) -> None:
+        """Send a part of a stream, its head first where need be, without a task of its own.
+
+        Raises:
+            RuntimeError: The server below would have had to wait: `is_free` was not asked.
+        """
+        if not self.is_answered:
+            _run_now(self.start_stream())
+        _run_now(self.write(data))
+
     async def finish(self, data: bytes = b"") -> None:
         """Send a stream's last part."""
         await self._send({"type": "http.response.body", "body": data})
@@ -170,6 +187,20 @@ class Request:
 
 Handler = Callable[["Services", Request], Awaitable[None]]
 """A route: sends exactly one answer through the request."""
+
+
+def _never() -> bool:
+    return False
+
+
+def _run_now(sending: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that does not wait; one of uvicorn's sends while its flow is not paused."""
+    try:
+        sending.send(None)
+    except StopIteration:
+        return
+    sending.close()
+    raise RuntimeError("a send that was to be done at once has to wait")
 
 
 def error_body(error: RequestError) -> bytes:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tailrace.server.admission import Admission
+from tailrace.server.outbox import Outbox
 from tailrace.telemetry.rates import RateWindow
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Services:
         text: None until the model's folder is known.
         draining: Set by SIGTERM: no new request is admitted.
         admission: Counts the sequences in the house.
+        outbox: Orders what goes out to streams.
         started_s: Monotonic seconds at which the server began.
         started_unix_s: The same moment's wall clock.
         rates: How busy the engine was lately.
@@ -54,6 +56,7 @@ class Services:
     text: TextServices | None = None
     draining: bool = False
     admission: Admission = field(default_factory=Admission)
+    outbox: Outbox = field(default_factory=Outbox)
 
     @property
     def places(self) -> int:

@@ -27,6 +27,7 @@ class GpuReading:
         busy_share: Share of the driver's last sample, about a second, in which any kernel ran.
         memory_used_bytes: Of all processes, and what the driver keeps for itself.
         memory_total_bytes: Of the board.
+        power_w: Drawn by the board.
     """
 
     index: int
@@ -34,6 +35,7 @@ class GpuReading:
     busy_share: float | None
     memory_used_bytes: int | None
     memory_total_bytes: int | None
+    power_w: float | None = None
 
 
 class Gpus:
@@ -80,6 +82,18 @@ class Gpus:
         readings = (self._read_one(index) for index in range(count))
         return [reading for reading in readings if reading is not None]
 
+    def names(self) -> list[str]:
+        """Return the product name of each GPU that answers."""
+        if self._nvml is None:
+            return []
+        nvml = self._nvml
+        found = []
+        for reading in self.read():
+            handle = nvml.nvmlDeviceGetHandleByIndex(reading.index)
+            name = self._ask(nvml.nvmlDeviceGetName, handle)
+            found.append("GPU of unknown name" if name is None else str(name))
+        return found
+
     def _read_one(self, index: int) -> GpuReading | None:
         nvml = self._nvml
         try:
@@ -90,12 +104,14 @@ class Gpus:
             return None
         rates = self._ask(nvml.nvmlDeviceGetUtilizationRates, handle)
         memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
+        power_mw = self._ask(nvml.nvmlDeviceGetPowerUsage, handle)
         return GpuReading(
             index=index,
             uuid=uuid,
             busy_share=None if rates is None else rates.gpu / 100,
             memory_used_bytes=None if memory is None else memory.used,
             memory_total_bytes=None if memory is None else memory.total,
+            power_w=None if power_mw is None else power_mw / 1000,
         )
 
     def _ask(self, question: Callable[[Any], Any], handle: Any) -> Any:

@@ -28,6 +28,13 @@ def test_clipping_is_counted():
     assert (schedule.clipped_inputs, schedule.clipped_outputs) == (1, 1)
 
 
+def test_a_clipped_prompt_keeps_its_whole_blocks():
+    arrivals = [Arrival(0.0, 100, 10, (1, 2, 3)), Arrival(1.0, 35, 10, (1,))]
+    schedule = plan(arrivals, Shape(max_input_tokens=70), source="x", block_tokens=32)
+    assert [a.prefix_ids for a in schedule.arrivals] == [(1, 2), (1,)]
+    assert schedule.block_tokens == 32
+
+
 def test_nothing_left_to_send_is_an_error_with_a_remedy():
     with pytest.raises(ConfigError, match="raise --duration"):
         plan([Arrival(5.0, 1, 1)], Shape(duration_s=1.0), source="x")

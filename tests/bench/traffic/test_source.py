@@ -38,7 +38,11 @@ def test_a_file_is_read_and_its_format_named(tmp_path):
     assert "prefixes" not in schedule.source
 
 
-def test_a_trace_of_shared_prefixes_says_that_they_are_not_reproduced(tmp_path):
+def test_a_trace_of_shared_prefixes_keeps_them_and_says_so(tmp_path):
     file = tmp_path / "trace.jsonl"
-    file.write_text('{"timestamp": 0, "input_length": 5, "output_length": 6, "hash_ids": [1]}')
-    assert "prefixes not reproduced" in schedule_for(str(file), Shape(), seed=0).source
+    row = '{{"timestamp": 0, "input_length": 1300, "output_length": 6, "hash_ids": [1, {}, 9]}}\n'
+    file.write_text(row.format(2) + row.format(2) + row.format(3))
+    schedule = schedule_for(str(file), Shape(max_input_tokens=1023), seed=0)
+    assert "prefixes shared in blocks of 512" in schedule.source
+    assert schedule.block_tokens == 512
+    assert [a.prefix_ids for a in schedule.arrivals] == [(1,)] * 3

@@ -39,6 +39,12 @@ SAMPLES = {
         "7,c,1,GPT-4,12,0,12,API log\n"
         "9.25,c,1,GPT-4,9000,1,9001,API log\n"
     ),
+    "burstgpt1.csv": (
+        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+        "5,ChatGPT,374,44,418,Conversation log\n"
+        "6.5,GPT-4,12,3,15,API log\n"
+        "9.25,GPT-4,9000,1,9001,API log\n"
+    ),
     "mooncake.jsonl": (
         '{"timestamp": 27000, "input_length": 374, "output_length": 44, "hash_ids": [0]}\n'
         '{"timestamp": 28500, "input_length": 12, "output_length": 3, "hash_ids": [1]}\n\n'
@@ -61,6 +67,47 @@ def _written(folder: Path, name: str, text: str) -> Path:
     file = folder / name
     file.write_text(text, encoding="utf-8")
     return file
+
+
+# As published: 16-token blocks, each row a turn with its whole context.
+BAILIAN_TURNS = (
+    '{"chat_id": 5, "parent_chat_id": -1, "timestamp": 61.5, "input_length": 40, '
+    '"output_length": 7, "type": "text", "turn": 1, "hash_ids": [10, 11, 12]}\n'
+    '{"chat_id": 6, "parent_chat_id": 5, "timestamp": 75.0, "input_length": 70, '
+    '"output_length": 9, "type": "text", "turn": 2, "hash_ids": [10, 11, 13, 14, 15]}\n'
+    '{"chat_id": 7, "parent_chat_id": -1, "timestamp": 76.0, "input_length": 20, '
+    '"output_length": 9, "type": "search", "turn": 1, "hash_ids": [16, 17]}\n'
+)
+
+
+def test_bailian_blocks_are_16_tokens_and_only_shared_ones_are_kept(tmp_path):
+    found = read_trace(_written(tmp_path, "b.jsonl", BAILIAN_TURNS))
+    assert found.format == "bailian"
+    assert found.block_tokens == 16
+    assert [a.prefix_ids for a in found.arrivals] == [(10, 11), (10, 11), ()]
+    assert [a.arrival_s for a in found.arrivals] == [0, 13.5, 14.5]
+
+
+def test_mooncake_blocks_are_512_tokens_and_the_begun_one_is_nobodys(tmp_path):
+    # Both have block 2, but only 88 of its tokens.
+    row = '{"timestamp": 5, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}\n'
+    found = read_trace(_written(tmp_path, "m.jsonl", row * 2))
+    assert found.block_tokens == 512
+    assert [a.prefix_ids for a in found.arrivals] == [(1,), (1,)]
+
+
+def test_a_trace_that_shares_nothing_has_no_blocks(tmp_path):
+    row = '{{"timestamp": {0}, "input_length": 600, "output_length": 1, "hash_ids": [{0}]}}\n'
+    found = read_trace(_written(tmp_path, "m.jsonl", row.format(1) + row.format(2)))
+    assert found.block_tokens == 0
+    assert not any(a.prefix_ids for a in found.arrivals)
+
+
+@pytest.mark.parametrize("ids", ['"a"', "[1.5]", "[true]", '{"a": 1}', "5"])
+def test_hash_ids_that_are_none_name_file_and_line(tmp_path, ids):
+    text = f'{{"timestamp": 1, "input_length": 9, "output_length": 1, "hash_ids": {ids}}}'
+    with pytest.raises(ConfigError, match="m.jsonl:1: hash_ids"):
+        read_trace(_written(tmp_path, "m.jsonl", text))
 
 
 @pytest.mark.parametrize("name", SAMPLES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tailrace.errors import ConfigError
@@ -13,12 +13,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of a trace: when it came and how long it was."""
+    """One request: when it comes, how long it is, and what it shares with others."""
 
     arrival_s: float
-    """Seconds from the trace's first request."""
+    """Seconds from the first request. Of a later turn of a session, and of a user's later
+    requests in a closed loop: the earliest that it can be expected to be due."""
     input_tokens: int
     output_tokens: int
+    prefix_ids: tuple[int, ...] = ()
+    """Leading blocks of `Schedule.block_tokens` whole tokens each; equal ids are equal text."""
+    priority: int = 0
+    """As the server is told; smaller is served earlier."""
+    session: int | None = None
+    """Requests of one session are sent one after another, by `turn`."""
+    turn: int = 0
+    """From 0. A later turn's prompt begins with the whole prompt of the turn before it."""
+    think_s: float = 0.0
+    """A request that waits for an answer is due this long after it ended."""
+    user: int | None = None
+    """Closed loop: who sends it. A user sends its requests one after another, in the schedule's
+    order; the first is due at `arrival_s`, each other one `think_s` after the answer before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,18 +69,24 @@ class Schedule:
     source: str
     """What a reader of the report should know about where they come from."""
     duration_s: float
-    """The span in which requests arrive."""
+    """The span in which requests arrive; a closed loop's users begin none after it."""
     clipped_inputs: int = 0
     clipped_outputs: int = 0
+    block_tokens: int = 0
+    """Tokens in a block of `Arrival.prefix_ids`; 0: no prefix is shared."""
+    users: int = 0
+    """Closed loop: how many users share the requests; 0 is an open loop."""
 
     @property
     def rate_rps(self) -> float:
-        """Requests per second that are offered."""
+        """Requests per second that are offered; a closed loop has none before it has run."""
         return len(self.arrivals) / self.duration_s if self.duration_s > 0 else float("inf")
 
 
-def plan(arrivals: Iterable[Arrival], shape: Shape, *, source: str) -> Schedule:
-    """Apply `shape` to raw arrivals.
+def plan(
+    arrivals: Iterable[Arrival], shape: Shape, *, source: str, block_tokens: int = 0
+) -> Schedule:
+    """Apply `shape` to raw arrivals; a prompt that is clipped keeps its whole leading blocks.
 
     Raises:
         ConfigError: No request is left.
@@ -83,9 +103,10 @@ def plan(arrivals: Iterable[Arrival], shape: Shape, *, source: str) -> Schedule:
         )
     most_in, most_out = shape.max_input_tokens, shape.max_output_tokens
     return Schedule(
-        arrivals=tuple(_clipped(arrival, shape) for arrival in kept),
+        arrivals=tuple(clipped(arrival, shape, block_tokens) for arrival in kept),
         source=source,
         duration_s=_span(kept, shape),
+        block_tokens=block_tokens,
         clipped_inputs=sum(most_in is not None and a.input_tokens > most_in for a in kept),
         clipped_outputs=sum(most_out is not None and a.output_tokens > most_out for a in kept),
     )
@@ -100,14 +121,16 @@ def _span(kept: list[Arrival], shape: Shape) -> float:
 
 
 def _stretched(arrival: Arrival, shape: Shape) -> Arrival:
-    return Arrival(
-        arrival.arrival_s / shape.rate_scale, arrival.input_tokens, arrival.output_tokens
-    )
+    return replace(arrival, arrival_s=arrival.arrival_s / shape.rate_scale)
 
 
-def _clipped(arrival: Arrival, shape: Shape) -> Arrival:
-    return Arrival(
-        arrival.arrival_s,
-        min(arrival.input_tokens, shape.max_input_tokens or arrival.input_tokens),
-        min(arrival.output_tokens, shape.max_output_tokens or arrival.output_tokens),
+def clipped(arrival: Arrival, shape: Shape, block_tokens: int) -> Arrival:
+    """Return the request within the longest lengths, with the prefix blocks that still fit."""
+    input_tokens = min(arrival.input_tokens, shape.max_input_tokens or arrival.input_tokens)
+    whole_blocks = input_tokens // block_tokens if block_tokens else 0
+    return replace(
+        arrival,
+        input_tokens=input_tokens,
+        output_tokens=min(arrival.output_tokens, shape.max_output_tokens or arrival.output_tokens),
+        prefix_ids=arrival.prefix_ids[:whole_blocks],
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tailrace.bench.traffic import profiles
 from tailrace.bench.traffic.azure_conv import AZURE_CONV
 from tailrace.bench.traffic.profile import Profile, draw, draw_until
 from tailrace.bench.traffic.schedule import Schedule, Shape, plan
 from tailrace.bench.traffic.trace import read_trace
 from tailrace.errors import ConfigError, nearest
 
-PROFILES = {profile.name: profile for profile in (AZURE_CONV,)}
+PROFILES = {profile.name: profile for profile in (AZURE_CONV, *profiles.ALL)}
 
 
 def schedule_for(trace: str, shape: Shape, *, seed: int) -> Schedule:
@@ -29,10 +30,10 @@ def schedule_for(trace: str, shape: Shape, *, seed: int) -> Schedule:
         )
     found = read_trace(file)
     left_out = f", {found.left_out} rows of zero tokens left out" if found.left_out else ""
-    prefixes = ", its shared prefixes not reproduced" if found.has_prefixes else ""
+    prefixes = f", prefixes shared in blocks of {found.block_tokens}" if found.block_tokens else ""
     facts = f"{found.format} format, {len(found.arrivals)} requests{left_out}{prefixes}"
     source = f"{file.name} ({facts})"
-    return plan(found.arrivals, shape, source=source)
+    return plan(found.arrivals, shape, source=source, block_tokens=found.block_tokens)
 
 
 def _from_profile(profile: Profile, shape: Shape, seed: int) -> Schedule:
@@ -46,4 +47,5 @@ def _from_profile(profile: Profile, shape: Shape, seed: int) -> Schedule:
         raise ConfigError(
             f"profile {profile.name} has no end: say how long with --duration or --max-requests"
         )
-    return plan(drawn, shape, source=source)
+    block_tokens = profile.prefixes.block_tokens if profile.prefixes else 0
+    return plan(drawn, shape, source=source, block_tokens=block_tokens)

@@ -8,16 +8,22 @@
     Mooncake JSONL              timestamp (ms)              input_length      output_length
     Qwen-Bailian JSONL          timestamp (s), chat_id      input_length      output_length
 
-Other columns (`client`, `Model`, `Session ID`, `hash_ids`) are passed over. Rows with zero input
-or output tokens are failed calls in these traces: they are left out and counted.
+Other columns (`client`, `Model`, `Session ID`) are passed over. Rows with zero input or output
+tokens are failed calls in these traces: they are left out and counted.
+
+`hash_ids` name a prompt's blocks (512 tokens each, Bailian's 16), equal ids where the text up to
+the block's end is equal. Kept are the leading ids of whole blocks that at least one other row has
+too: an id that nobody shares says nothing that a prompt of its own text does not.
 """
 
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,11 +31,14 @@ from tailrace.bench.traffic.schedule import Arrival
 from tailrace.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
 
 T = TypeVar("T")
+
+MOONCAKE_BLOCK_TOKENS = 512
+BAILIAN_BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -41,8 +50,14 @@ class Trace:
     format: str
     left_out: int
     """Rows of zero tokens."""
-    has_prefixes: bool
-    """Whether rows say which prefix blocks they share (`hash_ids`); they are not replayed."""
+    block_tokens: int = 0
+    """Tokens in each block of the requests' `prefix_ids`; 0: no row shares a prefix."""
+
+    @property
+    def rate_rps(self) -> float:
+        """Requests per second between the first request and the last."""
+        span_s = self.arrivals[-1].arrival_s
+        return (len(self.arrivals) - 1) / span_s if span_s > 0 else math.inf
 
 
 @dataclass(frozen=True)
@@ -54,6 +69,8 @@ class _Layout:
     seconds: Callable[[Any], float]
     input_tokens: str
     output_tokens: str
+    block_tokens: int = 0
+    """Tokens in each block of `hash_ids`, where the format has them."""
     marker: str = ""
     """A key that tells this format from another with the same three names."""
 
@@ -82,11 +99,28 @@ def _milliseconds(value: Any) -> float:
 
 
 _LAYOUTS = (
-    _Layout("tailrace", "arrival_s", _number, "input_tokens", "output_tokens"),
+    _Layout(
+        "tailrace", "arrival_s", _number, "input_tokens", "output_tokens", MOONCAKE_BLOCK_TOKENS
+    ),
     _Layout("azure", "TIMESTAMP", _date, "ContextTokens", "GeneratedTokens"),
     _Layout("burstgpt", "Timestamp", _number, "Request tokens", "Response tokens"),
-    _Layout("bailian", "timestamp", _number, "input_length", "output_length", marker="chat_id"),
-    _Layout("mooncake", "timestamp", _milliseconds, "input_length", "output_length"),
+    _Layout(
+        "bailian",
+        "timestamp",
+        _number,
+        "input_length",
+        "output_length",
+        BAILIAN_BLOCK_TOKENS,
+        marker="chat_id",
+    ),
+    _Layout(
+        "mooncake",
+        "timestamp",
+        _milliseconds,
+        "input_length",
+        "output_length",
+        MOONCAKE_BLOCK_TOKENS,
+    ),
 )
 
 
@@ -101,10 +135,8 @@ def read_trace(file: Path) -> Trace:
     arrivals: list[Arrival] = []
     layout: _Layout | None = None
     left_out = 0
-    has_prefixes = False
     for line, row in rows(file):
         layout = layout or _layout_of(row, f"{file}:{line}")
-        has_prefixes = has_prefixes or "hash_ids" in row
         arrival = _arrival(row, layout, f"{file}:{line}")
         if arrival.input_tokens and arrival.output_tokens:
             arrivals.append(arrival)
@@ -112,13 +144,27 @@ def read_trace(file: Path) -> Trace:
             left_out += 1
     if layout is None or not arrivals:
         raise ConfigError(f"{file}: no requests in it")
-    return Trace(_from_zero(arrivals), layout.name, left_out, has_prefixes)
+    shared = shared_prefixes(_from_zero(arrivals))
+    has_prefixes = any(arrival.prefix_ids for arrival in shared)
+    return Trace(shared, layout.name, left_out, layout.block_tokens if has_prefixes else 0)
+
+
+def shared_prefixes(arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
+    """Return the requests with those leading ids only that another request has too."""
+    holders = Counter(itertools.chain.from_iterable(a.prefix_ids for a in arrivals))
+    return tuple(
+        replace(
+            arrival,
+            prefix_ids=tuple(itertools.takewhile(lambda i: holders[i] > 1, arrival.prefix_ids)),
+        )
+        for arrival in arrivals
+    )
 
 
 def _from_zero(arrivals: list[Arrival]) -> tuple[Arrival, ...]:
     ordered = sorted(arrivals, key=lambda arrival: arrival.arrival_s)
     first_s = ordered[0].arrival_s
-    return tuple(Arrival(a.arrival_s - first_s, a.input_tokens, a.output_tokens) for a in ordered)
+    return tuple(replace(a, arrival_s=a.arrival_s - first_s) for a in ordered)
 
 
 def _layout_of(row: dict[str, Any], where: str) -> _Layout:
@@ -130,10 +176,15 @@ def _layout_of(row: dict[str, Any], where: str) -> _Layout:
 
 
 def _arrival(row: dict[str, Any], layout: _Layout, where: str) -> Arrival:
+    input_tokens = _field(row, layout.input_tokens, _tokens, where)
+    ids: tuple[int, ...] = ()
+    if layout.block_tokens and row.get("hash_ids") is not None:
+        ids = _field(row, "hash_ids", _ids, where)
     return Arrival(
         _field(row, layout.time, layout.seconds, where),
-        _field(row, layout.input_tokens, _tokens, where),
+        input_tokens,
         _field(row, layout.output_tokens, _tokens, where),
+        ids[: input_tokens // layout.block_tokens] if ids else (),
     )
 
 
@@ -153,6 +204,12 @@ def _tokens(value: Any) -> int:
     if count < 0:
         raise ValueError(value)
     return count
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(item) is int for item in value):
+        raise TypeError(value)
+    return tuple(value)
 
 
 def _lines(file: Path) -> Iterator[str]:

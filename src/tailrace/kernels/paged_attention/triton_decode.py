@@ -2,8 +2,8 @@
 
 A program takes all query heads that share one KV head (their keys are read once) and SPLIT tokens
 of one sequence; a second kernel merges the parts by their log-sum-exp (Dao et al.,
-"Flash-Decoding", 2023). Splits have a fixed length, not a fixed number, so that a row's sums are cut at the same
-places whatever else is in the batch: its result does not depend on its neighbours.
+"Flash-Decoding", 2023). Splits have a fixed length, not a fixed number, so that a row's sums are
+cut at the same places whatever else is in the batch: its result does not depend on its neighbours.
 
 The grid covers the longest sequence there can be, so that one captured graph serves any lengths;
 programs beyond their sequence's end return at once.

@@ -1,0 +1,248 @@
+"""Tailrace beside one peer on one GPU: both resident, driven in turn by the harness's client.
+
+    python benchmarks/gpu_serving.py --model DIR --peer vllm --peer-command "bash run_vllm.sh" \
+        --cell longdoc:c128:100 --cell chat70:c50:25 --out DIR
+
+Both servers are started with dummy weights and less than half of the memory each, prefix caches
+off, and stay up; every cell is then measured A B A (or A B A B with --rounds 2): the first arm
+comes again last, as a check for drift. Requests are greedy, of exact lengths, the same for both.
+
+A cell is TRAFFIC:cUSERS:SECONDS (closed loop, no thinking) or TRAFFIC:rRATE:SECONDS (Poisson).
+Counted is a window: from the moment when as many requests have ended as there are users (in an
+open loop, from a fifth of the time) to the last arrival; ramp and drain are left out. Requests
+count that end in it, gaps between tokens that end in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shlex
+import statistics
+import sys
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tailrace.bench.codec import FileCodec
+from tailrace.bench.engines import start
+from tailrace.bench.engines.spec import EngineSpec
+from tailrace.bench.prompts import PromptMaker, corpus_text
+from tailrace.bench.stats import e2e_s, percentile, tpot_s, ttft_s
+from tailrace.bench.target import inspect
+from tailrace.bench.traffic.workload import Workload, build
+from tailrace.bench.trial import Server, TrialOptions, Work, run_trial
+
+if TYPE_CHECKING:
+    from tailrace.bench.run import Run
+
+SHARE = 0.45
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One traffic at one load."""
+
+    text: str
+
+    @property
+    def source(self) -> str:
+        return self.text.split(":")[0]
+
+    @property
+    def users(self) -> int:
+        load = self.text.split(":")[1]
+        return int(load[1:]) if load[0] == "c" else 0
+
+    @property
+    def rate_rps(self) -> float | None:
+        load = self.text.split(":")[1]
+        return float(load[1:]) if load[0] == "r" else None
+
+    @property
+    def seconds(self) -> float:
+        return float(self.text.split(":")[2])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--peer", choices=("vllm", "sglang", "none"), default="none")
+    parser.add_argument("--peer-command", default="", help="With {port}; must use dummy weights.")
+    parser.add_argument("--gpu", default="0", help="Empty: the CPU, to try the script itself.")
+    parser.add_argument("--arguments", default="", help="Added to `tailrace serve`.")
+    parser.add_argument("--cell", action="append", required=True)
+    parser.add_argument("--rounds", type=int, default=1, help="2: A B A B; 1: A B A.")
+    parser.add_argument("--most-requests", type=int, default=1000)
+    parser.add_argument("--out", type=Path, default=Path("gpu-serving"))
+    asyncio.run(measure(parser.parse_args()))
+
+
+def specs(arguments: argparse.Namespace) -> list[EngineSpec]:
+    own = [
+        sys.executable, "-m", "tailrace", "serve", "--host", "{host}", "--port", "{port}",
+        "--model-path", str(arguments.model), "--load-format", "dummy",
+        "--max-batch-size", "128", "--context-length", "8192", "--no-prefix-cache",
+        "--served-model-name", "m",
+        *shlex.split(arguments.arguments),
+    ]  # fmt: skip
+    if arguments.gpu:
+        own += ["--gpus", arguments.gpu, "--gpu-memory-utilization", str(SHARE)]
+    found = [EngineSpec(name="tailrace", kind="tailrace", command=tuple(own), prefix_cache=False)]
+    if arguments.peer != "none":
+        found.append(
+            EngineSpec(
+                name=arguments.peer,
+                kind=arguments.peer,
+                command=tuple(shlex.split(arguments.peer_command)),
+            )
+        )
+    return found
+
+
+async def measure(arguments: argparse.Namespace) -> None:
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    codec = FileCodec(arguments.model)
+    maker = await PromptMaker.create(codec, corpus_text(None)[0], seed=11)
+    rows: list[dict[str, Any]] = []
+    async with AsyncExitStack() as stack:
+        servers = {}
+        for spec in specs(arguments):
+            server = start(spec, arguments.out / f"{spec.name}.log", on_progress=lambda _: None)
+            await stack.enter_async_context(server)
+            print(f"{spec.name}: ready after {server.ready_s[-1]:.1f} s", flush=True)
+            target = await inspect(server.endpoint, None)
+            servers[spec.name] = Server(server.endpoint, target, server.extra_body)
+        names = list(servers)
+        order = names * 2 if arguments.rounds == 2 else [*names, names[0]]
+        await warm(servers, maker, arguments)
+        for text in arguments.cell:
+            cell = Cell(text)
+            work = await make_work(cell, maker, arguments.most_requests)
+            for turn, name in enumerate(order if len(names) > 1 else names):
+                folder = arguments.out / f"{text.replace(':', '-')}-{turn}-{name}"
+                run = await run_trial(servers[name], work, folder, options(), stop=asyncio.Event())
+                row = figures(cell, name, run)
+                rows.append(row)
+                print(line(row), flush=True)
+    (arguments.out / "gpu_serving.json").write_text(json.dumps(rows))
+    print_table(rows, names)
+
+
+def options() -> TrialOptions:
+    return TrialOptions(temperature=0.0, timeout_s=180.0)
+
+
+async def warm(
+    servers: dict[str, Server], maker: PromptMaker, arguments: argparse.Namespace
+) -> None:
+    """Send both kinds of traffic for a moment: what compiles at its first use does it now."""
+    for source in ("longdoc", "chat70"):
+        workload = Workload(source=source, users=16, think_s="0", output_tokens="32")
+        schedule = build(workload, rate_rps=None, duration_s=3.0, max_requests=32, seed=5)
+        work = Work(schedule, await maker.make_all(schedule), users=16)
+        for name, server in servers.items():
+            await run_trial(
+                server, work, arguments.out / f"warm-{name}", options(), stop=asyncio.Event()
+            )
+
+
+async def make_work(cell: Cell, maker: PromptMaker, most: int) -> Work:
+    if cell.users:
+        workload = Workload(source=cell.source, users=cell.users, think_s="0")
+        rate = None
+    else:
+        workload, rate = Workload(source=cell.source), cell.rate_rps
+    schedule = build(workload, rate_rps=rate, duration_s=cell.seconds, max_requests=most, seed=7)
+    return Work(schedule, await maker.make_all(schedule), users=cell.users)
+
+
+def figures(cell: Cell, name: str, run: Run) -> dict[str, Any]:
+    """Return what happened inside the window."""
+    ended = sorted(r.finished_s for r in run.records if r.is_ok and r.finished_s is not None)
+    begin = cell.seconds / 5
+    if cell.users:
+        begin = ended[min(cell.users, len(ended)) - 1] if ended else 0.0
+    end = max(r.dispatched_s or 0.0 for r in run.records)
+    counted = [r for r in run.records if r.is_ok and begin < (r.finished_s or 0.0) <= end]
+    gaps = sorted(
+        later - earlier
+        for record in run.records
+        for earlier, later in zip(record.chunk_s, record.chunk_s[1:], strict=False)
+        if begin < later <= end
+    )
+    tokens = sum(begin < at <= end for record in run.records for at in record.chunk_s)
+    span = end - begin
+    return {
+        "cell": cell.text,
+        "engine": name,
+        "counted": len(counted),
+        "failed": sum(r.is_failure for r in run.records),
+        "invalid": list(run.verdict.reasons),
+        "rps": len(counted) / span if span > 0 else 0.0,
+        "chunks_s": tokens / span if span > 0 else 0.0,
+        "ttft": points([ttft_s(r) for r in counted]),
+        "tpot": points([tpot_s(r) for r in counted]),
+        "e2e": points([e2e_s(r) for r in counted]),
+        "itl": points(gaps),
+    }
+
+
+def points(values: list[Any]) -> dict[str, float]:
+    ordered = sorted(v for v in values if v is not None)
+    if not ordered:
+        return {}
+    return {f"p{p}": percentile(ordered, p) for p in (50, 95, 99)} | {"max": ordered[-1]}
+
+
+def line(row: dict[str, Any]) -> str:
+    def ms(name: str, *which: str) -> str:
+        return "/".join(f"{1e3 * row[name][p]:.1f}" for p in which) if row[name] else "-"
+
+    def seconds(name: str) -> str:
+        found = row[name]
+        return "/".join(f"{found[p]:.2f}" for p in ("p50", "p95", "p99")) if found else "-"
+
+    text = (
+        f"{row['cell']:<18} {row['engine']:<9} n {row['counted']:>4} {row['rps']:6.2f} req/s "
+        f"{row['chunks_s']:6.0f} chunks/s | ttft p50/p95/p99 {seconds('ttft')} s | "
+        f"tpot p50/p95 {ms('tpot', 'p50', 'p95')} ms | "
+        f"itl p50/p95/p99/max {ms('itl', 'p50', 'p95', 'p99', 'max')} ms | e2e {seconds('e2e')} s"
+    )
+    if row["failed"] or row["invalid"]:
+        text += f" | failed {row['failed']}; {'; '.join(row['invalid'])}"
+    return text
+
+
+def print_table(rows: list[dict[str, Any]], names: list[str]) -> None:
+    """Print ours over the peer's, with the spread between our own arms beside it."""
+    for cell in dict.fromkeys(row["cell"] for row in rows):
+        arms = {n: [r for r in rows if r["cell"] == cell and r["engine"] == n] for n in names}
+        print(f"\n{cell}")
+        for name in names:
+            for row in arms[name]:
+                print("  " + line(row))
+        if len(names) == 1:
+            continue
+        ours, peer = arms[names[0]], arms[names[1]]
+        for label, read in (
+            ("req/s", lambda r: r["rps"]),
+            ("ttft p95", lambda r: r["ttft"].get("p95")),
+            ("itl p99", lambda r: r["itl"].get("p99")),
+            ("itl max", lambda r: r["itl"].get("max")),
+            ("tpot p95", lambda r: r["tpot"].get("p95")),
+            ("e2e p95", lambda r: r["e2e"].get("p95")),
+        ):
+            a, b = ([read(r) for r in side if read(r)] for side in (ours, peer))
+            if a and b:
+                spread = max(a) / min(a) - 1
+                ratio = statistics.fmean(a) / statistics.fmean(b)
+                print(
+                    f"  {label:<9} ours / {names[1]} {ratio:.3f} (our arms differ by {spread:.1%})"
+                )
+
+
+if __name__ == "__main__":
+    main()

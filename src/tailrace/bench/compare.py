@@ -1,0 +1,208 @@
+"""`tailrace compare PLAN`: contenders measured in turn on one machine, on the same requests.
+
+    pair 0   A: start, warm, search, steady loads, stop   B: the same, same seeds
+    pair 1   B ...                                        A ...       order turned: drift cancels
+    pair 2   A ...                                        B ...
+    end      ratio of the highest rates, pair by pair; report
+
+A stay (one contender in one pair) starts its server afresh. `result.json` is written after every
+trial, so that an interrupt or a crash keeps what was measured. To resume is to do everything again
+from the start, each trial found on disk taken from there instead of measured: rates and seeds
+follow from the answers alone, so the second run asks for the same trials.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.console import Console
+
+from tailrace.bench import machine
+from tailrace.bench.campaign import Campaign
+from tailrace.bench.comparison_table import print_comparison
+from tailrace.bench.engines import adapter_for
+from tailrace.bench.load import event_loop
+from tailrace.bench.report import require_report, write_reports
+from tailrace.bench.result import (
+    FILE,
+    Comparison,
+    Contender,
+    Platform,
+    Trial,
+    read_result,
+    write_result,
+)
+from tailrace.errors import ConfigError
+from tailrace.telemetry.gpu import Gpus
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from tailrace.bench.plan import Plan
+
+EXIT_OK = 0
+EXIT_NO_VERDICT = 3
+"""A search did not resolve, or a steady trial stayed invalid: the report says why."""
+EXIT_INTERRUPTED = 130
+
+FILE_WIDTH = 140
+"""Characters of a line that is not printed on a terminal."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a comparison came to."""
+
+    exit_code: int
+    comparison: Comparison
+    folder: Path
+    report_file: Path | None
+    """The HTML one; None where nothing was measured."""
+
+
+def compare(
+    plan: Plan,
+    out: Path,
+    *,
+    command: str,
+    resume: bool = False,
+    console: Console | None = None,
+) -> Outcome:
+    """Measure every engine of the plan, write the result folder and its report.
+
+    Args:
+        plan: What to measure. One engine alone is measured without ratios.
+        out: The result folder; made where it is missing.
+        command: This command line, for the report.
+        resume: Go on with the comparison that `out` holds.
+        console: Where progress and the summary are printed.
+
+    Raises:
+        ConfigError: The plan cannot be run here, `out` holds another comparison, or the traffic
+            does not fit a server.
+        EngineError: A server did not start in the first pair.
+    """
+    require_report()
+    for spec in plan.engines:
+        adapter_for(spec)
+    console = console or _console()
+    comparison = _opened(plan, out, command=command, resume=resume)
+    is_whole = event_loop.run(Campaign(plan, out, comparison, console).run())
+    return _finished(comparison, out, console, is_whole=is_whole)
+
+
+def _console() -> Console:
+    """Return the terminal; a file or a pipe has no width of its own, and tables need some."""
+    console = Console()
+    return console if console.is_terminal else Console(width=FILE_WIDTH)
+
+
+def _opened(plan: Plan, out: Path, *, command: str, resume: bool) -> Comparison:
+    """Return the comparison to go on with: a new one, or the one on disk."""
+    raw = msgspec.json.decode(msgspec.json.encode(plan.raw))
+    stored = read_result(out) if (out / FILE).exists() else None
+    if stored is not None and stored.trials:
+        if not resume:
+            raise ConfigError(
+                f"--out {out}: holds a comparison already; --resume goes on with it, or give "
+                "another folder"
+            )
+        if stored.plan != raw:
+            raise ConfigError(
+                f"--out {out}: was measured by another plan, so its trials cannot be resumed; "
+                "give another folder, or the plan as it was"
+            )
+        return _resumable(stored, out)
+    if resume and stored is None:
+        raise ConfigError(f"--resume: {out} holds no comparison; leave --resume out")
+    try:
+        (out / "servers").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}; give a folder to write to") from error
+    gpus = Gpus.find().names()
+    return Comparison(
+        title=plan.title,
+        command=command,
+        started_unix_s=time.time(),
+        plan=raw,
+        traffic=plan.traffic.describe(),
+        limits=[str(limit) for limit in plan.limits],
+        platform=Platform(
+            name=plan.platform.name or _platform_name(gpus),
+            machine=machine.describe(),
+            gpus=gpus,
+            price_per_hour=plan.platform.price_per_hour,
+            currency=plan.platform.currency,
+        ),
+        contenders=[
+            Contender(
+                name=spec.name,
+                engine=spec.kind,
+                strategy=spec.strategy,
+                model=spec.model or "",
+                command=list(spec.command),
+            )
+            for spec in plan.engines
+        ],
+    )
+
+
+def _platform_name(gpus: Sequence[str]) -> str:
+    """Return "2 x H200" where there are GPUs, else the processor's name."""
+    if not gpus:
+        return machine.describe()["Client machine"]
+    return ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
+
+
+def _resumable(stored: Comparison, out: Path) -> Comparison:
+    """Return a stored comparison without what an interrupt left half done."""
+    for trial in filter(_was_interrupted, stored.trials):
+        shutil.rmtree(out / trial.folder, ignore_errors=True)
+    stored.trials = [trial for trial in stored.trials if not _was_interrupted(trial)]
+    stored.searches = []
+    stored.ratios = []
+    stored.finished_unix_s = None
+    return stored
+
+
+def _was_interrupted(trial: Trial) -> bool:
+    return any(reason.startswith("interrupted") for reason in trial.reasons)
+
+
+def _finished(comparison: Comparison, out: Path, console: Console, *, is_whole: bool) -> Outcome:
+    if is_whole:
+        comparison.finished_unix_s = time.time()
+        write_result(out, comparison)
+    report_file = None
+    if comparison.trials:
+        print_comparison(comparison, out, console)
+        report_file = write_reports([out], out).html
+        console.print(f"report: {report_file}", highlight=False, soft_wrap=True)
+    return Outcome(exit_code(comparison), comparison, out, report_file)
+
+
+def exit_code(comparison: Comparison) -> int:
+    """Return the process's exit status: 0, 3 without a whole verdict, 130 interrupted."""
+    if comparison.is_interrupted:
+        return EXIT_INTERRUPTED
+    unresolved = any(search.max_rps is None for search in comparison.searches)
+    return EXIT_NO_VERDICT if unresolved or _invalid_steady(comparison) else EXIT_OK
+
+
+def _invalid_steady(comparison: Comparison) -> bool:
+    """Whether some steady load has no valid trial in some stay."""
+    steady = [trial for trial in comparison.trials if trial.phase == "steady"]
+    loads = {_load_key(trial) for trial in steady}
+    valid = {_load_key(trial) for trial in steady if not trial.reasons}
+    return loads != valid
+
+
+def _load_key(trial: Trial) -> tuple[str, int, int, float]:
+    # A closed loop's rate is what it reached; its users name the load.
+    rate_rps = 0.0 if trial.users else trial.rate_rps
+    return trial.contender, trial.pair, trial.users, rate_rps

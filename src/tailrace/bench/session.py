@@ -1,0 +1,181 @@
+"""One contender's stay in one round: started afresh when first needed, restarted where it dies.
+
+Nothing is started until the first trial asks for it, so that a resumed comparison, which finds its
+first trials on disk, starts only what it still has to measure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tailrace.bench.engines import start
+from tailrace.bench.engines.tailrace import request_log_of
+from tailrace.bench.target import inspect
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from types import TracebackType
+    from typing import Self
+
+    from tailrace.bench.engines import EngineServer, EngineSpec
+    from tailrace.bench.result import Contender
+    from tailrace.bench.target import Target
+
+LOG_SETTLE_S = 0.5
+"""A server may write a request's line a moment after its last byte was read here."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that takes requests, and the model it was asked for."""
+
+    server: EngineServer
+    target: Target
+
+
+class Session:
+    """Keeps one contender's server for the length of an `async with` block.
+
+    Args:
+        spec: The contender.
+        name: Of this stay, such as "p2-vllm"; names its logs.
+        folder: Gets the logs.
+        contender: Is told of starts, deaths and versions.
+        warm_up: Sends the first requests to a server that has just become ready.
+        on_progress: Told now and then what is being waited for.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        name: str,
+        folder: Path,
+        contender: Contender,
+        *,
+        warm_up: Callable[[Served], Awaitable[None]],
+        on_progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.contender = contender
+        self.was_started = False
+        """Whether a server has been asked for."""
+        self._spec = _with_request_log(spec, folder / f"{name}.requests.jsonl")
+        self._log_file = folder / f"{name}.log"
+        self._warm_up = warm_up
+        self._on_progress = on_progress
+        self._stack = AsyncExitStack()
+        self._served: Served | None = None
+        self._log_bytes = 0
+
+    async def __aenter__(self) -> Self:
+        """Start nothing yet."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop the server, if one was started; without patience where the user has interrupted."""
+        await self._leave(kind, error, trace)
+
+    async def served(self) -> Served:
+        """Return the server; start, inspect and warm it first where there is none.
+
+        Raises:
+            ConfigError: It cannot be run here, or does not speak OpenAI's API.
+            EngineError: It did not start.
+        """
+        if self._served is None:
+            self.was_started = True
+            self._served = await self._enter()
+        return self._served
+
+    def death(self) -> str:
+        """Return how the server died; "" where it lives, or was never started."""
+        if self._served is None or self._served.server.is_alive():
+            return ""
+        return self._served.server.death() or "it ended by itself"
+
+    async def bury(self) -> None:
+        """Leave a server that has died; the next `served` starts it again."""
+        self.contender.restarts += 1
+        await self._leave()
+
+    def mark_request_log(self) -> None:
+        """Remember where the request log ends now: what follows belongs to the next trial."""
+        self._log_bytes = self._request_log_bytes()
+
+    async def copy_request_log(self, file: Path) -> None:
+        """Write what was logged since the mark to `file`; nothing where there is no log."""
+        if self._spec.request_log is not None:
+            await asyncio.sleep(LOG_SETTLE_S)
+            _copy_tail(self._spec.request_log, self._log_bytes, file)
+
+    def _request_log_bytes(self) -> int:
+        log = self._spec.request_log
+        return log.stat().st_size if log is not None and log.exists() else 0
+
+    async def _enter(self) -> Served:
+        self._on_progress(f"starting {self._spec.name}")
+        server = start(self._spec, self._log_file, on_progress=self._on_progress)
+        await self._stack.enter_async_context(server)
+        try:
+            served = Served(server, await self._target(server))
+            self._note(served)
+            self._on_progress(f"warming {self._spec.name}")
+            await self._warm_up(served)
+        except BaseException:
+            await self._leave()
+            raise
+        return served
+
+    async def _target(self, server: EngineServer) -> Target:
+        target = await inspect(server.endpoint, self._spec.model)
+        if target.context_tokens is not None:
+            return target
+        return replace(target, context_tokens=server.context_tokens)
+
+    async def _leave(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        served, self._served = self._served, None
+        try:
+            await self._stack.__aexit__(kind, error, trace)
+        finally:
+            self._stack = AsyncExitStack()
+            if served is not None:
+                self.contender.out_of_memory += served.server.out_of_memory
+
+    def _note(self, served: Served) -> None:
+        server, contender = served.server, self.contender
+        contender.command = list(server.command)
+        contender.version = server.version or served.target.version
+        contender.model = served.target.model
+        contender.ready_s.extend(server.ready_s[-1:])
+
+
+def _copy_tail(log: Path, offset: int, file: Path) -> None:
+    """Write the whole lines of `log` after `offset` to `file`."""
+    if not log.exists():
+        return
+    with log.open("rb") as stream:
+        stream.seek(offset)
+        lines = stream.read()
+    file.write_bytes(lines[: lines.rfind(b"\n") + 1])
+
+
+def _with_request_log(spec: EngineSpec, file: Path) -> EngineSpec:
+    """Return `spec` with a request log of its own, where the server is Tailrace and ours."""
+    if spec.kind != "tailrace" or spec.url or spec.request_log is not None:
+        return spec
+    asked = request_log_of((*spec.command, *spec.arguments))
+    # Absolute, since a server may be started in a folder of its own.
+    return replace(spec, request_log=Path(asked) if asked else file.absolute())

@@ -1,0 +1,268 @@
+"""The sampler of a GPU: the rules of sampler.py, without waiting for the device.
+
+What a row wants is known on the host before its logits are: parameters, seed, and how many tokens
+were drawn before it (each queued draw counts one). Only penalties need what was drawn, and that
+history lives on the device, where the kernels keep it up. So a draw is one copy of the rows'
+parameters and a few kernels, queued behind the step; whoever reads the ids learns from their sign
+which rows had no token.
+
+Log-probabilities of other tokens than the drawn one need lists on the host: a step in which some
+row asks for them waits for the device.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tailrace.engine.sampler import Sampled, blocked_ids, defect_of, score_rows
+from tailrace.engine.staging import Staging
+from tailrace.errors import EngineError
+from tailrace.kernels.sampling.rows import NOT_FINITE, NOTHING_LEFT, SamplingRows
+from tailrace.kernels.sampling.triton import SamplingScratch, sample
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tailrace.types import SamplingParams, TokenLogprobs
+
+MOST_EDITS = 8192
+"""Logits that the rows of one step may change by bias or mask; beyond it, rows fail."""
+NO_TOKEN = {
+    NOT_FINITE: "the model's logits are not finite",
+    NOTHING_LEFT: "no token can be drawn: logit_bias, min_tokens and penalties left none",
+}
+"""What an id that is none says."""
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass
+class _Slot:
+    params: SamplingParams
+    seed: int
+    position: int
+    """Tokens drawn so far, those that are queued included."""
+    defect: str
+    blocked: list[int]
+    """Not to be drawn before `min_tokens` are out."""
+
+    @property
+    def is_penalised(self) -> bool:
+        params = self.params
+        return bool(params.presence_penalty or params.frequency_penalty) or (
+            params.repetition_penalty != 1.0
+        )
+
+    def edits(self) -> list[tuple[int, float]]:
+        """Return what is added to which logit."""
+        found = list(self.params.logit_bias.items())
+        if self.position < self.params.min_tokens:
+            found += [(token_id, -np.inf) for token_id in self.blocked]
+        return found
+
+
+@dataclass
+class _Columns:
+    """Rows' parameters, column by column, before they are packed."""
+
+    edits: list[tuple[int, float]] = field(default_factory=list)
+    edit_starts: list[int] = field(default_factory=lambda: [0])
+
+
+class DeviceSampler:
+    """Holds every slot's sampling state and queues draws; see `Sampler` for what they mean.
+
+    Args:
+        num_slots: Slots are 0 to `num_slots` - 1.
+        vocab_size: Length of a row of logits, V.
+        eos_token_ids: Masked, with the request's stop ids, until `min_tokens` are out.
+        default_seed: Of the stream that gives requests without a seed theirs.
+        device: Where logits lie.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        default_seed: int,
+        *,
+        device: torch.device,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._slots: list[_Slot | None] = [None] * num_slots
+        self._seeds = random.Random(default_seed)
+        self._device = device
+        self._scratch = SamplingScratch.allocate(num_slots, vocab_size, device)
+        self._history = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
+        self._staging = Staging(24 * (num_slots + 32) + 2 * MOST_EDITS + 1024, device)
+
+    @torch.inference_mode()
+    def admit(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+    ) -> None:
+        """Bind a slot to a sequence, new or back after a preemption; see `Sampler.admit`."""
+        state = _Slot(
+            params=params,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            position=len(output_ids),
+            defect=defect_of(params, self.vocab_size),
+            blocked=(
+                blocked_ids(params, self._eos_token_ids, self.vocab_size)
+                if params.min_tokens
+                else []
+            ),
+        )
+        self._slots[slot] = state
+        if state.is_penalised:
+            self._remember(slot, prompt_ids, output_ids)
+
+    def release(self, slot: int) -> None:
+        """Forget a slot's sequence; one that has none is no error."""
+        self._slots[slot] = None
+
+    def are_plain_greedy(self, slots: Sequence[int]) -> bool:
+        """Whether the likeliest id of each row's raw logits, and nothing more, is asked for."""
+        states = (self._state(slot) for slot in slots)
+        return all(
+            s.params.temperature == 0.0
+            and s.params.logprobs is None
+            and not (s.defect or s.is_penalised or s.edits())
+            for s in states
+        )
+
+    def count_drawn(self, slots: Sequence[int]) -> None:
+        """Note that plain greedy rows were drawn by the runner."""
+        for slot in slots:
+            self._state(slot).position += 1
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, slots: Sequence[int]) -> Sampled:
+        """Queue a draw for each row.
+
+        Args:
+            logits: [R, V] of any float dtype; left as they are.
+            slots: The rows' slots, admitted before, each at most once.
+
+        Returns:
+            Ids on the device, below 0 where a row has none (`NO_TOKEN`); errors that are known
+            before the draw.
+
+        Raises:
+            EngineError: A slot is not admitted.
+        """
+        states = [self._state(slot) for slot in slots]
+        errors = {row: state.defect for row, state in enumerate(states) if state.defect}
+        rows = self._rows(states, slots, errors)
+        token_ids = sample(logits, rows, self._scratch).token_ids
+        for state in states:
+            state.position += 1
+        asking = [
+            row
+            for row, state in enumerate(states)
+            if state.params.logprobs is not None and row not in errors
+        ]
+        scores: dict[int, TokenLogprobs] = {}
+        if asking:
+            raw = logits[asking].float()
+            tops = [states[row].params.logprobs or 0 for row in asking]
+            # A row without a token is an error by its id; what its score says is not read.
+            found = score_rows(raw, token_ids[asking].clamp(min=0), tops)
+            scores = dict(zip(asking, found, strict=True))
+        return Sampled(token_ids, [scores.get(row) for row in range(len(states))], errors)
+
+    @torch.inference_mode()
+    def prompt_logprobs(
+        self, logits: torch.Tensor, target_ids: torch.Tensor, top_n: int
+    ) -> list[TokenLogprobs]:
+        """Score known tokens; see `Sampler.prompt_logprobs`."""
+        return score_rows(logits, target_ids, [top_n] * len(target_ids))
+
+    def _state(self, slot: int) -> _Slot:
+        state = self._slots[slot]
+        if state is None:
+            raise EngineError(f"sampler slot {slot} is not admitted; admit it before sampling")
+        return state
+
+    def _remember(self, slot: int, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
+        """Fill a slot's history: bit 0 is set for what was seen, the rest counts outputs."""
+        counts = np.bincount(np.asarray(output_ids, dtype=np.int64), minlength=self.vocab_size)
+        history = counts.astype(np.int32) << 1
+        history[np.asarray([*prompt_ids, *output_ids], dtype=np.int64)] |= 1
+        self._history[slot].copy_(torch.from_numpy(history))
+
+    def _rows(
+        self, states: Sequence[_Slot], slots: Sequence[int], errors: dict[int, str]
+    ) -> SamplingRows:
+        """Send the rows' parameters; a row with a known error draws greedily, for nobody."""
+        columns = _Columns()
+        for row, state in enumerate(states):
+            edits = [] if row in errors else state.edits()
+            if len(columns.edits) + len(edits) > MOST_EDITS:
+                errors[row] = (
+                    f"logit_bias and min_tokens change more than {MOST_EDITS} logits in this step"
+                )
+                edits = []
+            columns.edits += edits
+            columns.edit_starts.append(len(columns.edits))
+        params = [state.params for state in states]
+        sent = self._staging.send(
+            self._staging.pack(
+                {
+                    "temperatures": _floats(
+                        0.0 if row in errors else p.temperature for row, p in enumerate(params)
+                    ),
+                    "top_k": np.array([p.top_k for p in params], dtype=np.int32),
+                    "top_p": np.array([p.top_p for p in params], dtype=np.float64).view(np.int32),
+                    "min_p": _floats(p.min_p for p in params),
+                    "seeds": np.array(
+                        [state.seed & _MASK64 for state in states], dtype=np.uint64
+                    ).view(np.int32),
+                    "positions": np.array(
+                        [state.position for state in states], dtype=np.int64
+                    ).view(np.int32),
+                    "presence": _floats(p.presence_penalty for p in params),
+                    "frequency": _floats(p.frequency_penalty for p in params),
+                    "repetition": _floats(p.repetition_penalty for p in params),
+                    "history_rows": np.array(
+                        [
+                            slot if state.is_penalised and row not in errors else -1
+                            for row, (slot, state) in enumerate(zip(slots, states, strict=True))
+                        ],
+                        dtype=np.int32,
+                    ),
+                    "edit_starts": np.array(columns.edit_starts, dtype=np.int32),
+                    "edit_ids": np.array([i for i, _ in columns.edits], dtype=np.int32),
+                    "edit_values": _floats(value for _, value in columns.edits),
+                    "wants_rank": np.zeros(len(states), dtype=np.int32),
+                }
+            )
+        )
+        kinds = {
+            "top_p": torch.float64,
+            "seeds": torch.int64,
+            "positions": torch.int64,
+            "top_k": torch.int32,
+            "history_rows": torch.int32,
+            "edit_starts": torch.int32,
+            "edit_ids": torch.int32,
+            "wants_rank": torch.int32,
+        }
+        typed = {name: words.view(kinds.get(name, torch.float32)) for name, words in sent.items()}
+        return SamplingRows(history=self._history, **typed)
+
+
+def _floats(values: object) -> np.ndarray:
+    """Return float32 values as the words they are stored in."""
+    # What float32 cannot hold becomes infinite there, which the kernels bound.
+    with np.errstate(over="ignore"):
+        return np.array(list(values), dtype=np.float32).view(np.int32)  # type: ignore[call-overload]

@@ -1,0 +1,1 @@
+"""Drawing token ids from logits without a sort of the vocabulary."""

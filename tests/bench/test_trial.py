@@ -1,0 +1,245 @@
+"""One trial against a scripted server, with a monitor that is scripted too."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+
+from tailrace.bench.limits import read_limit
+from tailrace.bench.monitor import Reading, read_readings
+from tailrace.bench.prompts import Prompt
+from tailrace.bench.records import read_records
+from tailrace.bench.stats import Limits
+from tailrace.bench.target import Target
+from tailrace.bench.traffic.schedule import Arrival, Schedule
+from tailrace.bench.trial import Server, TrialOptions, Work, make_shots, run_trial
+from tailrace.bench.wire import Endpoint, resolve
+from tailrace.errors import ConfigError
+from tests.bench.mock_server import Behaviour, MockServer
+
+TARGET = Target("mock", None, "")
+QUICK = Behaviour(ttft_s=0.02, gap_s=0.002)
+NOWHERE = Endpoint("http://x", "x", "127.0.0.1", 1)
+
+
+def work(arrivals, *, duration_s=1.0, shared=0, **more) -> Work:
+    prompts = [
+        Prompt("a b c", 3, 3, shared_tokens=shared if index else 0)
+        for index in range(len(arrivals))
+    ]
+    return Work(Schedule(tuple(arrivals), "made up", duration_s), prompts, **more)
+
+
+def spread(count=6, **fields) -> list[Arrival]:
+    return [Arrival(0.02 * index, 3, 5, **fields) for index in range(count)]
+
+
+@dataclass
+class FakeMonitor:
+    """Tells what it was given, ten times a second, in the trial's time."""
+
+    values: dict[str, list[float]]
+    breaks: bool = False
+
+    async def watch(self, elapsed_s, on_reading):
+        for number in range(len(next(iter(self.values.values())))):
+            reading = {name: values[number] for name, values in self.values.items()}
+            on_reading(Reading("server", elapsed_s(), reading))
+            if self.breaks:
+                raise RuntimeError("no such gauge")
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(3600)
+
+
+def trial(folder, asked, *, script=lambda _: QUICK, monitor=None, stop_at=None, body=None, **more):
+    """Return the run, the server, and the states that were told."""
+    states = []
+
+    async def go():
+        async with MockServer(script=script) as server:
+            stop = asyncio.Event()
+            if stop_at is not None:
+                asyncio.get_running_loop().call_later(stop_at, stop.set)
+            run = await run_trial(
+                Server(await resolve(server.url), TARGET, body or {}, monitor),
+                asked,
+                folder,
+                TrialOptions(**({"max_lag_s": 5.0, "timeout_s": 20.0, "processes": 1} | more)),
+                stop=stop,
+                on_state=states.append,
+            )
+            return run, server
+
+    run, server = asyncio.run(go())
+    return run, server, states
+
+
+def test_a_trial_leaves_its_records_and_readings_and_returns_its_run(tmp_path):
+    monitor = FakeMonitor({"kv_usage": [0.25, 0.5]})
+    run, server, states = trial(tmp_path / "t", work(spread()), monitor=monitor)
+    assert run.verdict.reasons == ()
+    assert run.stats.completed == 6
+    assert run.duration_s == 1.0
+    assert read_records(tmp_path / "t" / "records.jsonl") == list(run.records)
+    readings = read_readings(tmp_path / "t" / "monitor.jsonl")
+    assert readings["server"].values["kv_usage"][0] == 0.25
+    assert run.scrape.values["kv_usage"][0] == 0.25
+    assert all(-0.01 <= at_s < 5 for at_s in run.scrape.at_s)
+    assert states[0].total == 6
+    assert len(states) == 1
+    ids = [record.request_id for record in run.records]
+    assert len(set(ids)) == 6
+    assert sorted(server.request_ids) == sorted(ids)
+
+
+def test_records_are_on_disk_before_the_trial_ends(tmp_path):
+    seen = []
+
+    def script(index):
+        if index == 5:
+            lines = (tmp_path / "records.jsonl").read_bytes().splitlines()
+            seen.append([msgspec.json.decode(line)["index"] for line in lines])
+        return QUICK
+
+    arrivals = [*spread(5), Arrival(0.6, 3, 5)]
+    trial(tmp_path, work(arrivals), script=script)
+    assert sorted(seen[0]) == [0, 1, 2, 3, 4]
+
+
+def test_the_limits_are_judged_and_each_has_its_goodput(tmp_path):
+    script = {3: Behaviour(ttft_s=0.5, gap_s=0.002)}
+    run, *_ = trial(
+        tmp_path,
+        work(spread(10)),
+        script=lambda index: script.get(index, QUICK),
+        limits=(read_limit("p90_ttft=0.4"), read_limit("p99_ttft=0.4"), read_limit("p50_e2e=9")),
+        goodput=Limits(e2e_s=9.0),
+    )
+    assert run.held == {"p90_ttft=0.4": True, "p99_ttft=0.4": False, "p50_e2e=9": True}
+    assert run.good == {
+        "ttft <= 0.4 s": 9,
+        "e2e <= 9 s": 10,
+        "as asked": 10,
+        "all of them": 9,
+    }
+    summary = json.loads(run.summary_json())
+    assert summary["limits"]["p99_ttft=0.4"] is False
+    assert summary["goodput"]["all of them"]["requests"] == 9
+
+
+def test_an_interrupted_trial_keeps_what_was_measured_and_says_so(tmp_path):
+    script = {1: Behaviour(fault="silent")}
+    arrivals = [*spread(2), Arrival(30.0, 3, 5)]
+    run, *_ = trial(
+        tmp_path,
+        work(arrivals, duration_s=30.0),
+        script=lambda index: script.get(index, QUICK),
+        stop_at=2.0,
+    )
+    assert [record.status for record in run.records] == ["ok", "cancelled"]
+    assert run.verdict.reasons[0].startswith("interrupted: 1 of 3")
+    assert run.duration_s == pytest.approx(0.02)
+
+
+def test_a_closed_loop_ends_with_its_time_and_tells_users_apart(tmp_path):
+    arrivals = [
+        Arrival(0.0, 3, 5, user=index % 2, think_s=0.02 if index > 1 else 0.0)
+        for index in range(200)
+    ]
+    run, *_ = trial(tmp_path, work(arrivals, duration_s=0.5, users=2))
+    assert 2 < run.stats.requests < 60
+    assert run.stats.completed == run.stats.requests
+    assert {record.user for record in run.records} == {0, 1}
+    assert run.verdict.is_valid
+    assert not any("idled" in caution for caution in run.verdict.cautions)
+
+
+def test_users_that_run_out_of_requests_are_a_caution(tmp_path):
+    arrivals = [Arrival(0.0, 3, 5, user=0), Arrival(0.0, 3, 5, user=0)]
+    run, *_ = trial(tmp_path, work(arrivals, duration_s=5.0, users=1))
+    assert any("1 of 1 users sent all" in caution for caution in run.verdict.cautions)
+
+
+def test_a_sessions_turns_are_sent_in_order_and_each_waits_for_the_answer(tmp_path):
+    arrivals = [
+        Arrival(0.0, 3, 5, session=1, turn=0),
+        Arrival(0.01, 3, 5, session=2, turn=0),
+        Arrival(0.02, 3, 5, session=1, turn=1, think_s=0.05),
+    ]
+    run, *_ = trial(tmp_path, work(arrivals, duration_s=0.02))
+    first, other, later = run.records
+    assert later.scheduled_s == pytest.approx(first.finished_s + 0.05, abs=1e-9)
+    assert (later.session, later.turn) == (1, 1)
+    assert other.scheduled_s == 0.01
+
+
+def test_the_body_carries_priority_and_the_servers_own_fields():
+    asked = work([Arrival(0.0, 3, 5), Arrival(0.0, 3, 5, priority=2)])
+    server = Server(NOWHERE, TARGET, {"cache_prompt": False, "min_tokens": None})
+    plain, urgent = (json.loads(shot.body) for shot in make_shots(server, asked, TrialOptions()))
+    assert "priority" not in plain
+    assert urgent["priority"] == 2
+    assert plain["cache_prompt"] is False
+    assert "min_tokens" not in plain
+    assert plain["ignore_eos"] is True
+    (shot, _) = make_shots(server, asked, TrialOptions(ignore_eos=False))
+    assert "ignore_eos" not in json.loads(shot.body)
+
+
+def test_request_ids_of_two_trials_differ():
+    server = Server(NOWHERE, TARGET)
+    first, second = (
+        {shot.request_id for shot in make_shots(server, work(spread()), TrialOptions())}
+        for _ in range(2)
+    )
+    assert first.isdisjoint(second)
+
+
+def test_cache_hits_that_the_traffic_plans_are_no_accident(tmp_path):
+    cached = {"script": lambda _: Behaviour(0.01, 0.001, cached_tokens=3)}
+    run, *_ = trial(tmp_path / "planned", work(spread(300), shared=3), **cached)
+    assert run.verdict.is_valid, run.verdict.reasons
+    run, *_ = trial(tmp_path / "accident", work(spread()), **cached)
+    assert "cached beyond what the traffic shares by plan" in run.verdict.reasons[0]
+
+
+def test_a_monitor_that_breaks_off_is_said(tmp_path):
+    monitor = FakeMonitor({"kv_usage": [0.25, 0.5]}, breaks=True)
+    run, *_ = trial(tmp_path, work(spread()), monitor=monitor)
+    assert run.verdict.is_valid
+    assert any("no such gauge" in caution for caution in run.verdict.cautions)
+
+
+@pytest.mark.slow
+def test_several_processes_give_the_same_trial(tmp_path):
+    run, *_ = trial(tmp_path, work(spread(8)), processes=2)
+    assert run.stats.completed == 8
+    assert {record.worker for record in run.records} == {0, 1}
+    assert run.conditions["Client processes"] == "2"
+    assert len(read_records(tmp_path / "records.jsonl")) == 8
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="give a folder to write to"):
+        trial(tmp_path / "file" / "t", work(spread()))
+
+
+@pytest.mark.parametrize(
+    "change", [{"timeout_s": 0}, {"max_lag_s": 0}, {"temperature": 3}, {"processes": -1}]
+)
+def test_options_that_mean_nothing_are_refused(change):
+    with pytest.raises(ConfigError):
+        TrialOptions(**change)
+
+
+def test_work_that_does_not_fit_together_is_refused():
+    schedule = Schedule(tuple(spread(2)), "made up", 1.0)
+    with pytest.raises(ValueError, match="0 prompts for 2 arrivals"):
+        Work(schedule, [])
+    with pytest.raises(ValueError, match="no users"):
+        work(spread(2), users=3)

@@ -1,0 +1,187 @@
+"""The GPU runner under Triton's interpreter: the same tokens as the CPU's runner, frame or none."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+import torch
+
+from tailrace.clock import monotonic
+from tailrace.engine.block_manager import BlockManager
+from tailrace.engine.cuda_runner import (
+    CudaRunner,
+    Frame,
+    _leading_decodes,
+    _no_tiles,
+    graph_buckets,
+    mixed_frames,
+)
+from tailrace.engine.device_sampler import DeviceSampler
+from tailrace.engine.engine import Engine
+from tailrace.engine.runner import Runner
+from tailrace.engine.sampler import Sampler
+from tailrace.engine.scheduler import Scheduler
+from tailrace.kernels.torch_kernels import TorchKernels
+from tailrace.kernels.triton_kernels import TritonKernels
+from tailrace.models.loader import load_model
+from tailrace.types import EngineRequest, SamplingParams
+from tests.support.tiny import make_tiny_checkpoint
+
+SLOTS, BLOCK, BLOCKS, BUDGET, CONTEXT = 4, 16, 64, 24, 128
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _quiet_interpreter():
+    """Triton's interpreter is NumPy, which warns of what a GPU does silently: 0 / 0 in padding."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0")
+        warnings.filterwarnings("ignore", category=RuntimeWarning)
+        yield
+
+
+class Framed(CudaRunner):
+    """Runs every step that fits a frame in that frame, padding and all, without a graph."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.frames = []
+        self._graphs = {Frame(0): self}  # so that frames are chosen
+
+    def execute(self, prepared):
+        self.frames.append(prepared.frame if prepared.is_captured else None)
+        # The same arrays; the kernels are run one by one.
+        object.__setattr__(prepared, "is_captured", False)
+        return super().execute(prepared)
+
+
+def run_now(function, *args):
+    done = Future()
+    done.set_result(function(*args))
+    return done
+
+
+def cpu_runner(folder):
+    model = load_model(folder, dtype="float32", kernels=TorchKernels())
+    sampler = Sampler(SLOTS, 259, [258], 0)
+    return Runner(model, sampler, num_blocks=BLOCKS, block_size=BLOCK, num_slots=SLOTS)
+
+
+def gpu_runner(folder, kind):
+    kernels = TritonKernels(CPU, "float32")
+    model = load_model(folder, dtype="float32", kernels=kernels)
+    runner = kind(
+        model,
+        DeviceSampler(SLOTS, 259, [258], 0, device=CPU),
+        kernels,
+        num_blocks=BLOCKS,
+        block_size=BLOCK,
+        num_slots=SLOTS,
+        context_length=CONTEXT,
+        token_budget=BUDGET,
+        kv_dtype=torch.float32,
+    )
+    for k, v in runner.kv_caches:
+        k.fill_(float("nan"))
+        v.fill_(float("nan"))
+    return runner
+
+
+def generate(runner, requests):
+    blocks = BlockManager(BLOCKS, BLOCK, prefix_cache=False)
+    engine = Engine(
+        Scheduler(blocks, max_batch_size=SLOTS, token_budget=BUDGET),
+        runner,
+        submit=run_now,
+        clock=monotonic,
+        context_length=CONTEXT,
+        vocab_size=259,
+        eos_token_ids=[258],
+    )
+    for request in requests:
+        engine.add(request)
+    found = {request.request_id: [] for request in requests}
+    while engine.has_work:
+        for output in engine.step():
+            assert output.finish_reason != "error", output.error
+            found[output.request_id] += output.token_ids
+    return found
+
+
+def make_requests(**sampling):
+    draw = random.Random(3)
+    return [
+        EngineRequest(
+            request_id=str(index),
+            token_ids=[draw.randrange(256) for _ in range(length)],
+            sampling=SamplingParams(max_tokens=4, ignore_eos=True, **sampling),
+            arrival_s=float(index),
+        )
+        for index, length in enumerate((1, 5, 31, 17, 3, 40))
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    # Heads of 32: Triton multiplies no narrower tiles than 16.
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def truth(folder):
+    return generate(cpu_runner(folder), make_requests(temperature=0.0))
+
+
+def test_steps_of_their_own_size_give_the_cpu_runners_tokens(folder, truth):
+    assert generate(gpu_runner(folder, CudaRunner), make_requests(temperature=0.0)) == truth
+
+
+def test_padded_frames_give_the_same_tokens(folder, truth):
+    runner = gpu_runner(folder, Framed)
+    assert generate(runner, make_requests(temperature=0.0)) == truth
+    assert {frame.tokens for frame in runner.frames if frame} >= {0, BUDGET - SLOTS}
+
+
+def test_sampled_rows_draw_as_on_the_cpu(folder):
+    requests = make_requests(temperature=0.8, top_p=0.9, seed=7)
+    expected = generate(cpu_runner(folder), requests)
+    assert generate(gpu_runner(folder, CudaRunner), requests) == expected
+
+
+def test_buckets_cover_every_batch_size():
+    for most in (1, 3, 32, 33, 128, 256):
+        sizes = graph_buckets(most)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == most
+
+
+def test_mixed_frames_stay_within_the_budget_and_start_with_the_smallest():
+    frames = mixed_frames(128, 1024, 64)
+    assert all(frame.rows <= 1024 for frame in frames)
+    assert frames[0] == Frame(0, 64, 16, 17)
+    assert {frame.decodes for frame in frames} == {0, 16, 32, 64, 96, 128}
+    full = {frame.decodes: frame.tokens for frame in frames if frame.rows == 1024}
+    assert full == {0: 1024, 16: 1008, 32: 992, 64: 960, 96: 928, 128: 896}
+
+
+def test_a_budget_without_room_for_prompts_has_no_frame_of_them():
+    assert {frame.decodes for frame in mixed_frames(64, 64, 64)} == {0, 16, 32}
+
+
+def test_padding_tiles_are_those_of_the_sequence_without_rows():
+    tiles = _no_tiles(Frame(16, 64, 8, 9))
+    assert tiles.shape == (9, 2)
+    assert np.all(tiles == [24, 0])
+
+
+def test_decodes_are_counted_up_to_the_first_longer_chunk():
+    class Chunk:
+        def __init__(self, num_tokens):
+            self.num_tokens = num_tokens
+
+    assert _leading_decodes([Chunk(1), Chunk(1), Chunk(5), Chunk(1)]) == 2
+    assert _leading_decodes([]) == 0

@@ -1,0 +1,176 @@
+"""Compile every Triton kernel for GPUs that are not here; prints one JSON line a kernel.
+
+Runs as a program, in a process without TRITON_INTERPRET: `python -m tests.kernels.compile_ahead
+sm_90`. Nothing but Triton's wheel is needed, which brings ptxas and cuobjdump.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import triton
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tailrace.kernels.attention_shapes import DECODE, PREFILL
+from tailrace.kernels.paged_attention.triton_decode import decode_kernel, merge_kernel
+from tailrace.kernels.paged_attention.triton_prefill import prefill_kernel
+from tailrace.kernels.rms_norm.triton import rms_norm_kernel
+from tailrace.kernels.rope_cache.triton import rope_cache_kernel
+from tailrace.kernels.sampling import triton as sampling
+from tailrace.kernels.silu_mul.triton import BLOCK, silu_mul_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+HEADS = {64: (32, 8), 128: (28, 4), 256: (16, 8)}
+"""Query and KV heads that a head dimension comes with."""
+
+HALF = ("q_ptr", "k_cache", "v_cache", "out_ptr", "x_ptr", "qkv_ptr", "logits")
+FLOAT = (
+    "part_ptr", "lse_ptr", "residual_ptr", "weight_ptr", "cos_ptr", "sin_ptr",
+    "q_norm_ptr", "k_norm_ptr", "weights", "gathered", "raw_peaks", "raw_sums", "peaks",
+    "temperatures", "min_p", "presence", "frequency", "repetition", "edit_values", "logprobs",
+)  # fmt: skip
+INDEX = (
+    "tiles", "query_starts", "kv_lens", "tables", "positions", "slots", "best_ids", "edit_starts",
+    "edit_ids", "history_rows", "history", "top_k", "coarse_counts", "lows", "highs", "sizes",
+    "thresholds", "wants_rank", "ranks",
+)  # fmt: skip
+LONG = ("sums", "coarse_sums", "aboves", "seeds", "token_ids")
+TYPES = {
+    **dict.fromkeys(HALF, "*bf16"),
+    **dict.fromkeys(FLOAT, "*fp32"),
+    **dict.fromkeys(INDEX, "*i32"),
+    **dict.fromkeys(LONG, "*i64"),
+    "top_p": "*fp64",
+    **dict.fromkeys(("scale_log2", "eps", "norm_eps"), "fp32"),
+}
+# Strides of a cache whose tokens lie one after the other; those of 1 are compiled in.
+UNIT_STRIDES = {"stride_kd": 1, "stride_vd": 1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One specialisation of one kernel."""
+
+    name: str
+    kernel: Any
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    types: dict[str, str] = field(default_factory=lambda: TYPES)
+
+
+def attention_cases(kind: int) -> Iterator[Case]:
+    for head_dim, rows in PREFILL[kind].items():
+        heads, kv_heads = HEADS[head_dim]
+        known = {"NUM_HEADS": heads, "GROUP": heads // kv_heads, "UNIT": 16, "HEAD_DIM": head_dim}
+        for shape in sorted({shape for _, shape in rows}, key=str):
+            tile = {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n}
+            yield Case(
+                f"prefill {head_dim} {shape.block_m}x{shape.block_n}",
+                prefill_kernel,
+                {**UNIT_STRIDES, **known, **tile},
+                shape.num_warps,
+                shape.num_stages,
+            )
+        decode = DECODE[kind][head_dim]
+        yield Case(
+            f"decode {head_dim} {decode.block_n}",
+            decode_kernel,
+            {
+                **UNIT_STRIDES, **known, "PADDED": 16, "BLOCK_N": decode.block_n,
+                "SPLIT": decode.split,
+            },
+            decode.num_warps,
+            decode.num_stages,
+        )  # fmt: skip
+        yield Case(
+            f"merge {head_dim}",
+            merge_kernel,
+            {"NUM_HEADS": heads, "HEAD_DIM": head_dim, "SPLIT": decode.split},
+            1 if head_dim <= 128 else 2,
+        )
+
+
+def other_cases() -> Iterator[Case]:
+    for has_norm in (False, True):
+        yield Case(
+            f"rope_cache norm={has_norm}",
+            rope_cache_kernel,
+            {
+                **UNIT_STRIDES, "NUM_HEADS": 28, "NUM_KV_HEADS": 4, "HALF": 64, "PADDED": 64,
+                "UNIT": 16, "HAS_NORM": has_norm,
+            },
+        )  # fmt: skip
+    for has_x in (False, True):
+        constants = {"WIDTH": 3584, "BLOCK": 4096, "HAS_X": has_x}
+        types = TYPES if has_x else {**TYPES, "x_ptr": "*fp32"}
+        yield Case(f"rms_norm x={has_x}", rms_norm_kernel, constants, 8, types=types)
+    yield Case("silu_mul", silu_mul_kernel, {"WIDTH": 18944, "BLOCK": BLOCK})
+
+
+def sampling_cases() -> Iterator[Case]:
+    """For a vocabulary of 152k, which is 149 blocks."""
+    warps = {"weigh": 8, "aim": 8, "search": 16}
+    known = {"PARTS": 256, "BLOCK": sampling.BLOCK}
+    for name in ("adjust", "weigh", "aim", "gather", "search", "sum_kept", "draw", "rank"):
+        kernel = getattr(sampling, f"{name}_kernel")
+        constants = {key: value for key, value in known.items() if key in kernel.arg_names}
+        types = {**TYPES, "positions": "*i64"}
+        yield Case(f"sample_{name}", kernel, constants, warps.get(name, 4), types=types)
+
+
+def build(case: Case, arch: int) -> Any:
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for index, name in enumerate(case.kernel.arg_names):
+        if name in case.constants:
+            signature[name], constants[index,] = "constexpr", case.constants[name]
+            continue
+        signature[name] = case.types.get(name, "i32")
+        # What the launcher finds out by itself: pointers and strides are multiples of 16.
+        if signature[name].startswith("*") or name.startswith("stride_"):
+            attributes[index,] = [["tt.divisibility", 16]]
+    source = ASTSource(case.kernel, signature, constants, attributes)
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def usage(compiled: Any) -> dict[str, int]:
+    """Registers a thread, bytes of stack and of spills a thread, shared bytes of a program."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        run = subprocess.run(
+            [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", run.stdout + run.stderr)
+    assert found is not None, run.stdout + run.stderr
+    registers, stack, local = map(int, found.groups())
+    return {
+        "registers": registers,
+        "stack": stack,
+        "local": local,
+        "shared": compiled.metadata.shared,
+    }
+
+
+def main(kind: int) -> None:
+    for case in [*attention_cases(kind), *other_cases(), *sampling_cases()]:
+        print(json.dumps({"name": case.name, **usage(build(case, kind))}), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1].removeprefix("sm_")))

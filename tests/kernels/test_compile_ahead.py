@@ -1,0 +1,46 @@
+"""Each kernel, in the shapes chosen for each kind of GPU, fits that GPU: no GPU is needed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tailrace.kernels.attention_shapes import ADA, AMPERE, HOPPER
+
+SHARED_BYTES = {AMPERE: 163 * 1024, ADA: 99 * 1024, HOPPER: 227 * 1024}
+"""Most shared memory of one program."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+    ),
+]
+
+
+@pytest.mark.parametrize("kind", [AMPERE, ADA, HOPPER])
+def test_every_kernel_compiles_within_the_gpus_means(kind, tmp_path):
+    environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compile_ahead", f"sm_{kind}"],
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    kernels = [json.loads(line) for line in run.stdout.splitlines()]
+    assert {entry["name"].split()[0] for entry in kernels} >= {
+        "prefill", "decode", "merge", "rope_cache", "rms_norm", "silu_mul",
+        "sample_adjust", "sample_search", "sample_draw",
+    }  # fmt: skip
+    for entry in kernels:
+        assert entry["registers"] <= 255, entry
+        assert entry["stack"] == 0, entry
+        assert entry["local"] == 0, entry
+        assert entry["shared"] <= SHARED_BYTES[kind], entry
