@@ -1,4 +1,4 @@
-"""How soon tokens leave a front end that is nearly, or more than, busy: turns against FIFO.
+"""How soon tokens leave a front end that is nearly, or more than, busy: the outbox against FIFO.
 
     python benchmarks/emitter.py --seconds 5 --rounds 3
 
@@ -6,8 +6,8 @@ The real application under uvicorn, pinned to one core, over loopback sockets; t
 in the same process that puts each stream's tokens at 20 ms steps, the first one 0.2 s after the
 request came, as after a prefill (so that what is measured is the way out alone). The client is
 another process, on the other cores, that only reads. Delays are stamped in the server: from a
-token's enqueueing to the write of its event. FIFO is the same code with an `asyncio.Queue` for each
-request.
+token's enqueueing to the write of its event. FIFO is the same code with an outbox that writes every
+stream in order of arrival, all in one go.
 
 First the capacity: all streams get a token as soon as the last round's are written. Then 0.9 and
 1.3 times that load (more streams at the same pace), 5 % of the requests with priority -1.
@@ -39,9 +39,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tailrace.config import Config, EngineConfig, ServerConfig
 from tailrace.server import http as server_http
 from tailrace.server import serve
-from tailrace.server.engine_client import EngineState
+from tailrace.server.engine_client import EngineState, OutputQueue
+from tailrace.server.outbox import Outbox, Outlet
 from tailrace.server.services import Services, TextServices
-from tailrace.server.turns import Turns
 from tailrace.telemetry.metrics import Metrics
 from tailrace.telemetry.request_log import RequestLog
 from tailrace.text.chat import ChatTemplate
@@ -50,11 +50,10 @@ from tailrace.text.tokenizer import Tokenizer as TextTokenizer
 from tailrace.types import EngineReady, TokenOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     import uvicorn
 
-    from tailrace.server.turns import TurnQueue
     from tailrace.types import EngineRequest
 
 STEP_S = 0.02
@@ -71,7 +70,7 @@ class Stream:
     request_id: str
     number: int
     priority: int
-    queue: asyncio.Queue[TokenOutput] | TurnQueue
+    queue: OutputQueue
     left: int
     ready_s: float
     has_begun: bool = False
@@ -93,6 +92,25 @@ class Delays:
     events: int = 0
 
 
+class FifoOutbox(Outbox):
+    """What an outbox is compared with."""
+
+    def __init__(self) -> None:
+        super().__init__(streams_per_round=2**31)
+
+    def add(self, outlet: Outlet) -> None:
+        super().add(Equal(outlet.write_pending))
+
+
+@dataclasses.dataclass
+class Equal:
+    """A stream as good as any."""
+
+    write_pending: Callable[[], None]
+    priority = 0
+    has_begun = False
+
+
 class MockEngine:
     """Implements `EngineClient`; tokens come when `pace` says so."""
 
@@ -101,7 +119,7 @@ class MockEngine:
     stats = None
     pids: dict[str, int] = {}  # noqa: RUF012 -- never changed
 
-    def __init__(self, *, is_fifo: bool) -> None:
+    def __init__(self) -> None:
         self.ready = EngineReady(
             context_length=4096,
             vocab_size=256,
@@ -118,12 +136,10 @@ class MockEngine:
         self.outstanding = 0
         """Tokens put and not written."""
         self.written = asyncio.Event()
-        self._turns = None if is_fifo else Turns()
 
-    def submit(self, request: EngineRequest) -> asyncio.Queue[TokenOutput] | TurnQueue:
+    def submit(self, request: EngineRequest) -> OutputQueue:
         number = int(bytes(request.token_ids))
-        turns = self._turns
-        queue = asyncio.Queue() if turns is None else turns.queue(request.priority)
+        queue = OutputQueue()
         left = request.sampling.max_tokens
         stream = Stream(
             request.request_id, number, request.priority, queue, left, time.monotonic() + PREFILL_S
@@ -183,7 +199,7 @@ def main() -> None:
         for round_ in range(options.rounds):
             for is_fifo in (False, True):
                 result, rate = measure(cores, streams, options.seconds, is_fifo=is_fifo, paced=True)
-                name = "FIFO" if is_fifo else "turns"
+                name = "FIFO" if is_fifo else "outbox"
                 kinds = {
                     "high": result.first[-1],
                     "normal": result.first[0],
@@ -221,8 +237,8 @@ def measure(
 async def serve_and_put(
     listener: socket.socket, streams: int, seconds: float, *, is_fifo: bool, paced: bool
 ) -> tuple[Delays, float]:
-    engine = MockEngine(is_fifo=is_fifo)
-    server = uvicorn_server(engine, streams)
+    engine = MockEngine()
+    server = uvicorn_server(engine, streams, FifoOutbox() if is_fifo else Outbox())
     write = server_http.Request.write
 
     async def stamped(self: server_http.Request, data: bytes) -> None:
@@ -269,7 +285,7 @@ async def eager_puts(engine: MockEngine) -> None:
             await engine.written.wait()
 
 
-def uvicorn_server(engine: MockEngine, streams: int) -> uvicorn.Server:
+def uvicorn_server(engine: MockEngine, streams: int, outbox: Outbox) -> uvicorn.Server:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = write_tokenizer(Path(folder))
         services = Services(
@@ -282,6 +298,7 @@ def uvicorn_server(engine: MockEngine, streams: int) -> uvicorn.Server:
             request_log=RequestLog(""),
             started_s=time.monotonic(),
             text=TextServices("mock", tokenizer, ChatTemplate({}, tokenizer)),
+            outbox=outbox,
         )
     settings = serve._uvicorn_config(services)  # noqa: SLF001 -- the server as it is
     return serve._Server(settings)  # noqa: SLF001

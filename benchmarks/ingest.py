@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING
 from tailrace.config import Config
 from tailrace.models import gguf
 from tailrace.server import serve
-from tailrace.server.engine_client import EngineState
+from tailrace.server.engine_client import EngineState, OutputQueue
 from tailrace.server.services import Services, TextServices
-from tailrace.server.turns import Turns
 from tailrace.telemetry.metrics import Metrics
 from tailrace.telemetry.request_log import RequestLog
 from tailrace.text.chat import ChatTemplate
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from tailrace.server.turns import TurnQueue
     from tailrace.types import EngineRequest
 
 LENGTHS = (1_000, 4_000, 16_000)
@@ -65,11 +63,8 @@ class MockEngine:
         warmup_s=0.0,
     )
 
-    def __init__(self) -> None:
-        self._turns = Turns()
-
-    def submit(self, request: EngineRequest) -> TurnQueue:
-        queue = self._turns.queue(request.priority)
+    def submit(self, request: EngineRequest) -> OutputQueue:
+        queue = OutputQueue()
         queue.put_nowait(TokenOutput(request.request_id, [260], finish_reason="length"))
         return queue
 
