@@ -37,7 +37,7 @@ class Outlet(Protocol):
         ...
 
     def write_pending(self) -> None:
-        """Write what waits, without blocking; never raises."""
+        """Make its text of what has come, and write it, without blocking; never raises."""
         ...
 
 
