@@ -172,6 +172,8 @@ class _Feed:
 
     def write_pending(self) -> None:
         """Take all that has come, and write it as far as the client takes it."""
+        if self.ended.done():
+            return  # and what went wrong is not to be followed by more
         try:
             self._generation.drain(self.take, self.end)
             self._emitter.write_pending()
