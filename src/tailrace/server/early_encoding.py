@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-MIN_BYTES = 1024
+MIN_BYTES = 512
 """Of a body, that are looked at together: many small chunks cost no more than a large one."""
-MIN_CHARS = 2048
-"""A third of a millisecond's work: less is not worth a thread's start."""
-MAX_CHARS = 64 * 1024
-"""Encoded in one go: a thread for which nobody waits any more ends within some 20 ms."""
+MIN_CHARS = 1024
+"""About a millisecond's work: less is not worth a thread's start."""
+MAX_CHARS = 32 * 1024
+"""Encoded in one go: a thread for which nobody waits any more ends within some 40 ms."""
 
 
 class EarlyEncoding(Generic[_T]):
