@@ -40,10 +40,11 @@ def test_equals_go_out_in_order_of_arrival_and_each_time_they_are_added():
         for stream in streams:
             outbox.add(stream)
         await asyncio.sleep(0)
+        await asyncio.sleep(0)
         assert written == [stream.name for stream in streams]
         outbox.add(streams[3])
         await asyncio.sleep(0)
-        assert written[-1] == "3"
+        assert written[20:] == ["3"]
 
     asyncio.run(scenario())
 
@@ -62,5 +63,37 @@ def test_a_stream_that_is_added_while_others_are_written_still_goes_out():
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert written == ["early", "late"]
+
+    asyncio.run(scenario())
+
+
+def test_what_comes_while_others_wait_overtakes_them_if_it_is_more_urgent():
+    async def scenario():
+        outbox, written = Outbox(streams_per_round=2), []
+        for number in range(6):
+            outbox.add(Stream(str(number), written, has_begun=True))
+        await asyncio.sleep(0)
+        assert written == ["0", "1"]
+        outbox.add(Stream("later", written, has_begun=True))
+        outbox.add(Stream("first", written))
+        outbox.add(Stream("paying", written, priority=-1, has_begun=True))
+        assert outbox.waiting == 7
+        for _ in range(4):
+            await asyncio.sleep(0)
+        assert written[2:] == ["paying", "first", "2", "3", "4", "5", "later"]
+        assert outbox.waiting == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_that_waits_keeps_its_place_and_is_written_once():
+    async def scenario():
+        outbox, written = Outbox(streams_per_round=1), []
+        streams = [Stream(name, written) for name in "abc"]
+        for stream in (*streams, streams[2], streams[1]):
+            outbox.add(stream)
+        for _ in range(8):
+            await asyncio.sleep(0)
+        assert written == ["a", "b", "c"]
 
     asyncio.run(scenario())

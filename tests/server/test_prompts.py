@@ -31,6 +31,9 @@ class Spy:
         self.threads.append(threading.current_thread())
         return list(text.encode())
 
+    def fewest_tokens(self, text):
+        return 0
+
 
 def encode(sent, tokenizer, *, keep_last=None):
     return asyncio.run(

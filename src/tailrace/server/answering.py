@@ -1,6 +1,6 @@
 """From a Job to bytes on the wire: whole or streamed, watched for a client that goes away.
 
-    engine's message --> generation --> emitter.put --> outbox --> written      (no task at all)
+    engine's message --> outbox --turn--> generation --> emitter --> written     (no task at all)
     handler --+-- writer  emitter --> send       where the client is behind, and for the end
               '-- gone    the connection's end
 
@@ -130,15 +130,10 @@ async def _stream(
         form.event,
         limit_bytes=services.config.server.stream_buffer_bytes,
         opening=form.opening(),
-        channel=Channel(
-            services.outbox,
-            request.is_free,
-            request.write_now,
-            generation.job.terms.priority,
-        ),
+        channel=Channel(request.is_free, request.write_now),
     )
-    feed = _Feed(emitter, every_token=form.every_token)
-    generation.listen(feed.take, feed.end)
+    feed = _Feed(generation, emitter, every_token=form.every_token)
+    generation.listen(lambda: services.outbox.add(feed))
     async with (
         _running(request.disconnected()) as gone,
         _running(_write(request, generation, form, emitter, feed)) as writer,
@@ -156,13 +151,34 @@ async def _stream(
 
 
 class _Feed:
-    """Moves pieces from the generation to the emitter; `ended` tells how that came to its end."""
+    """Moves what the engine said to the client, in its turns: an `Outlet`.
 
-    def __init__(self, emitter: Emitter, *, every_token: bool) -> None:
+    All the work on a token, from bytes of text to bytes of HTTP, is done in the stream's turn, so
+    that the outbox orders all of it. `ended` tells how it came to its end.
+    """
+
+    def __init__(self, generation: Generation, emitter: Emitter, *, every_token: bool) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.priority = generation.job.terms.priority
+        self._generation = generation
         self._emitter = emitter
         self._every_token = every_token
         self._held: dict[int, Piece] = {}
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has got anything."""
+        return self._emitter.has_begun
+
+    def write_pending(self) -> None:
+        """Take all that has come, and write it as far as the client takes it."""
+        if self.ended.done():
+            return  # and what went wrong is not to be followed by more
+        try:
+            self._generation.drain(self.take, self.end)
+            self._emitter.write_pending()
+        except Exception as error:  # noqa: BLE001 -- the caller serves the other streams too
+            self.end(error)
 
     def take(self, piece: Piece) -> None:
         """Pass a piece on.

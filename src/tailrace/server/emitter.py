@@ -1,11 +1,11 @@
 """One stream's way out: pieces in, bytes to the client, with a bound on what it has not taken.
 
-    engine --put--> pending pieces --render, join--> write_now   from the outbox, client not behind
-                                                 '-> send        from a task, which it blocks
+    turn --put--> pending pieces --render, join--> write_now   in the same turn, client not behind
+                                               '-> send        from a task, which it blocks
 
 Rules
-1. While the client takes bytes, each piece is an event of its own, written when the outbox gets to
-   this stream; what waits is joined into one write.
+1. While the client takes bytes, each piece is an event of its own, written in the stream's turn
+   (see outbox.py); what waits is joined into one write.
 2. While the client is behind, a piece is absorbed by the last waiting one of its choice: nothing is
    lost, there are only fewer events. Token counts stay exact, for pieces carry their tokens.
 3. What waits may cost `limit_bytes`. Beyond that `put` says no, and the caller ends the stream.
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from tailrace.server.choice import Piece
-    from tailrace.server.outbox import Outbox
 
 # What an event costs besides its text, roughly: its envelope, and each scored token's entry.
 _EVENT_BYTES = 256
@@ -32,13 +31,10 @@ _SCORE_BYTES = 96
 class Channel:
     """How a stream is written at once."""
 
-    outbox: Outbox
-    """Says when it is this stream's turn."""
     is_free: Callable[[], bool]
     """Whether the client takes bytes now."""
     write_now: Callable[[bytes], None]
     """Only while it does."""
-    priority: int = 0
 
 
 class Emitter:
@@ -80,17 +76,15 @@ class Emitter:
         return self._pending_bytes
 
     @property
-    def priority(self) -> int:
-        """Of the request: smaller is earlier."""
-        return self._channel.priority if self._channel else 0
-
-    @property
     def has_begun(self) -> bool:
         """Whether anything was written."""
         return self.sent_bytes > 0
 
     def put(self, piece: Piece) -> bool:
-        """Take a piece; return False where the client is too far behind to take more."""
+        """Take a piece; return False where the client is too far behind to take more.
+
+        Pieces for a channel want a `write_pending` after them.
+        """
         is_direct = self._is_direct()
         is_behind = self._is_sending or (self._channel is not None and not is_direct)
         waiting = self._last_of.get(piece.index) if is_behind else None
@@ -102,9 +96,7 @@ class Emitter:
         else:
             self._pending.append(piece)
             self._last_of[piece.index] = piece
-        if is_direct and self._channel is not None:
-            self._channel.outbox.add(self)
-        else:
+        if not is_direct:
             self._wakeup.set()
         return True
 

@@ -28,21 +28,20 @@ class EngineState(enum.Enum):
 
 
 class OutputQueue:
-    """One request's outputs, in order: asked for one by one, or told to a listener.
+    """One request's outputs, in order: waited for one by one, or taken when a listener is told.
 
     The last output has a `finish_reason`; when the engine dies, that is "error".
     """
 
     def __init__(self) -> None:
         self._outputs: asyncio.Queue[TokenOutput] = asyncio.Queue()
-        self._listener: Callable[[TokenOutput], None] | None = None
+        self._listener: Callable[[], None] | None = None
 
     def put_nowait(self, output: TokenOutput) -> None:
         """Take an output."""
-        if self._listener is None:
-            self._outputs.put_nowait(output)
-        else:
-            self._listener(output)
+        self._outputs.put_nowait(output)
+        if self._listener is not None:
+            self._listener()
 
     async def get(self) -> TokenOutput:
         """Return the next output; asking on after the last is an error."""
@@ -53,11 +52,15 @@ class OutputQueue:
         """Whether nothing waits to be asked for."""
         return self._outputs.empty()
 
-    def listen(self, listener: Callable[[TokenOutput], None]) -> None:
-        """From now on call `listener`, which must not raise, with each output as it comes."""
+    def get_nowait(self) -> TokenOutput:
+        """Return the next output, which is there: see `is_empty`."""
+        return self._outputs.get_nowait()
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """From now on call `listener`, which must not raise, whenever an output has come."""
         self._listener = listener
-        while not self.is_empty:
-            listener(self._outputs.get_nowait())
+        if not self.is_empty:
+            listener()
 
 
 class EngineClient(Protocol):

@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import time
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tailrace.clock import monotonic
@@ -145,18 +144,28 @@ class Generation:
                 if not member.choice.is_finished:
                     yield self._take(member, output)
 
-    def listen(
+    def listen(self, on_outputs: Callable[[], None]) -> None:
+        """Be told that outputs have come, to take them with `drain`: in place of `pieces`.
+
+        Args:
+            on_outputs: Must not raise; called for each output, also for those that are there now.
+        """
+        for member in self._members:
+            member.queue.listen(on_outputs)
+
+    def drain(
         self, on_piece: Callable[[Piece], None], on_end: Callable[[Exception | None], None]
     ) -> None:
-        """Be told pieces as the engine's outputs come, without a task: in place of `pieces`.
+        """Take all outputs that are there, without waiting.
 
         Args:
             on_piece: Called with each piece.
-            on_end: Called once, when every choice is finished, or with what ended it: the errors
-                that `pieces` raises.
+            on_end: Called when every choice is finished, or with what ended it: the errors that
+                `pieces` raises, or what `on_piece` raised.
         """
         for member in self._members:
-            member.queue.listen(partial(self._heard, member, on_piece, on_end))
+            while not member.queue.is_empty:
+                self._heard(member, on_piece, on_end, member.queue.get_nowait())
 
     def usage(self) -> Usage:
         """Return what the request cost so far."""

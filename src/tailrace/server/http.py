@@ -65,8 +65,11 @@ class Request:
         """Send one more header with the answer."""
         self._extra_headers.append((name, value))
 
-    async def body(self) -> bytes:
+    async def body(self, see: Callable[[bytearray], None] | None = None) -> bytes:
         """Read the whole body, once.
+
+        Args:
+            see: See `ingest.read_body`.
 
         Raises:
             RequestError: 408, 413 or 415.
@@ -82,17 +85,22 @@ class Request:
             self.headers.get("content-length"),
             max_bytes=self._config.max_body_bytes,
             timeout_s=self._config.body_timeout_s,
+            see=see,
         )
         self._has_body = True
         return body
 
-    async def decode(self, kind: type[_T]) -> _T:
+    async def decode(self, kind: type[_T], see: Callable[[bytearray], None] | None = None) -> _T:
         """Read the body as JSON of a type.
+
+        Args:
+            kind: The type.
+            see: See `ingest.read_body`.
 
         Raises:
             RequestError: 400, with `param` where a field is at fault; 408, 413 or 415.
         """
-        return ingest.decode(await self.body(), kind)
+        return ingest.decode(await self.body(see), kind)
 
     async def disconnected(self) -> None:
         """Wait until the client is gone (or the answer complete)."""

@@ -1,7 +1,8 @@
 """A body from its first byte to a value: bounded in size and time, the same for every split.
 
-Nothing is parsed before the body is complete, so no split of its bytes can matter; bytes are
-appended to one buffer, so that many small chunks cost no more than one large.
+What counts is parsed when the body is complete, so no split of its bytes can matter; bytes are
+appended to one buffer, so that many small chunks cost no more than one large. Who wants to look
+ahead (early_encoding.py) is shown the buffer whenever more has come and more is to come.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ async def read_body(
     *,
     max_bytes: int,
     timeout_s: float,
+    see: Callable[[bytearray], None] | None = None,
 ) -> bytes:
     """Collect a request's body.
 
@@ -42,6 +44,7 @@ async def read_body(
         content_length: The header, where there is one.
         max_bytes: Most that is read.
         timeout_s: Seconds in which the whole body must come.
+        see: Is shown a body that comes in parts; it must return at once and change nothing.
 
     Raises:
         RequestError: 413 or 408.
@@ -60,6 +63,8 @@ async def read_body(
                 body += message.get("body", b"")
                 _check_size(len(body), max_bytes)
                 more = message.get("more_body", False)
+                if more and see is not None:
+                    see(body)
     except TimeoutError:
         raise RequestError(
             f"the body was not complete after {timeout_s:g} s ({len(body)} bytes came)", status=408

@@ -2,8 +2,14 @@
 
 An engine step brings a token for each of many streams at once. They are not written as they are
 found in its message, but in this order: priority class, then first tokens before later ones, then
-arrival. What has been read from the engine together is sorted together: the queue is emptied when
-the loop has dealt with all of it, in one go and without a task switch for each stream.
+arrival. What has been read from the engine together is sorted together: the queue is served when
+the loop has dealt with all of it, without a task switch for each stream.
+
+    add, add, add ... | round: a few streams | sockets, the engine's next message | round ...
+
+Where more is waiting than a round writes, the loop looks for news in between, and what has come and
+is more urgent overtakes. A stream waits at one place in the queue, and its turn takes all that it
+has by then: a backlog shortens itself, by more events in each write.
 """
 
 from __future__ import annotations
@@ -12,6 +18,9 @@ import asyncio
 import heapq
 import itertools
 from typing import Protocol
+
+STREAMS_PER_ROUND = 16
+"""Some half a millisecond's work: what an urgent token may have to wait for."""
 
 
 class Outlet(Protocol):
@@ -28,27 +37,52 @@ class Outlet(Protocol):
         ...
 
     def write_pending(self) -> None:
-        """Write what waits, without blocking; never raises."""
+        """Make its text of what has come, and write it, without blocking; never raises."""
         ...
 
 
 class Outbox:
-    """The queue."""
+    """The queue.
 
-    def __init__(self) -> None:
+    Args:
+        streams_per_round: How many are written before the loop looks for news.
+    """
+
+    def __init__(self, streams_per_round: int = STREAMS_PER_ROUND) -> None:
+        self._streams_per_round = streams_per_round
         self._heap: list[tuple[int, bool, int, Outlet]] = []
+        self._waiting: set[int] = set()
+        """By identity: an outlet need not be hashable, and lives as long as it is in the heap."""
         self._arrivals = itertools.count()
         self._is_due = False
 
+    @property
+    def waiting(self) -> int:
+        """Streams that have something to write and wait for their turn."""
+        return len(self._heap)
+
     def add(self, outlet: Outlet) -> None:
-        """Have an outlet write, once, when what has arrived with it is known."""
+        """Have an outlet write, once, when what has arrived with it is known.
+
+        One that waits already keeps its place.
+        """
+        if id(outlet) in self._waiting:
+            return
+        self._waiting.add(id(outlet))
         entry = (outlet.priority, outlet.has_begun, next(self._arrivals), outlet)
         heapq.heappush(self._heap, entry)
+        self._plan_round()
+
+    def _plan_round(self) -> None:
         if not self._is_due:
             self._is_due = True
-            asyncio.get_running_loop().call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(self._round)
 
-    def _flush(self) -> None:
+    def _round(self) -> None:
         self._is_due = False
-        while self._heap:
-            heapq.heappop(self._heap)[3].write_pending()
+        for _ in range(min(self._streams_per_round, len(self._heap))):
+            outlet = heapq.heappop(self._heap)[3]
+            self._waiting.discard(id(outlet))
+            outlet.write_pending()
+        if self._heap:
+            self._plan_round()

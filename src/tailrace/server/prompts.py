@@ -12,6 +12,7 @@ from tailrace.server.sampling import check_ids
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tailrace.server.early_encoding import EarlyEncoding
     from tailrace.server.protocol import PromptInput
     from tailrace.server.sampling import Limits
     from tailrace.text.tokenizer import Tokenizer
@@ -89,6 +90,7 @@ async def encode_prompts(
     add_special_tokens: bool,
     keep_last: int | None,
     param: str = "prompt",
+    early: EarlyEncoding[str] | None = None,
 ) -> list[Prompt]:
     """Return the prompts' ids.
 
@@ -101,9 +103,11 @@ async def encode_prompts(
         add_special_tokens: Whether texts get what the model wants around them, such as a BOS.
         keep_last: How many of each prompt's last tokens to keep; None keeps all.
         param: The body's field, for messages.
+        early: What was encoded while the body came.
 
     Raises:
-        RequestError: A prompt is empty, no valid Unicode, or has ids outside the vocabulary.
+        RequestError: A prompt is empty, no valid Unicode, has ids outside the vocabulary, or is
+            longer than any context, which is seen without encoding it.
     """
 
     def encode() -> list[list[int]]:
@@ -114,12 +118,41 @@ async def encode_prompts(
             for part in sent
         ]
 
-    chars = sum(len(part) for part in sent if isinstance(part, str))
-    encoded = await off_loop_if(chars > INLINE_CHARS, encode)
+    texts = [part for part in sent if isinstance(part, str)]
+    if keep_last is None:
+        for text in texts:
+            check_length(tokenizer.fewest_tokens(text), limits, param)
+    encoded: list[list[int]] | None = None
+    if early is not None and len(sent) == len(texts) == 1:
+        ids = await early.take(texts[0])
+        if ids is not None:
+            encoded = [tokenizer.framed(ids, add_special_tokens=add_special_tokens)]
+    if encoded is None:
+        encoded = await off_loop_if(sum(map(len, texts)) > INLINE_CHARS, encode)
     return [
         _prompt(part, ids, limits, keep_last, param)
         for part, ids in zip(sent, encoded, strict=True)
     ]
+
+
+def check_length(fewest_tokens: int, limits: Limits, param: str) -> None:
+    """Refuse a prompt that leaves no room for an answer, before it is encoded.
+
+    Args:
+        fewest_tokens: That the prompt has at least; see `Tokenizer.fewest_tokens`.
+        limits: Of the model.
+        param: The body's field, for messages.
+
+    Raises:
+        RequestError: As `fit` would, were the prompt encoded.
+    """
+    if fewest_tokens >= limits.context_length:
+        raise RequestError(
+            f"the prompt has at least {fewest_tokens} tokens; the context holds "
+            f"{limits.context_length}, one of them at least for the answer: shorten the prompt",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 def keep_last_tokens(token_ids: list[int], keep_last: int | None) -> list[int]:

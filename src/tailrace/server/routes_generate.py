@@ -19,6 +19,7 @@ from tailrace.clock import monotonic
 from tailrace.errors import RequestError
 from tailrace.server.admission import check_model, check_open
 from tailrace.server.answering import answer
+from tailrace.server.early_encoding import early_prompt
 from tailrace.server.generation import Job
 from tailrace.server.openai_format import DONE, event, json_bytes
 from tailrace.server.prompts import encode_prompts
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tailrace.server.choice import Piece
+    from tailrace.server.early_encoding import EarlyEncoding
     from tailrace.server.generation import Generation
     from tailrace.server.http import Handler, Request
     from tailrace.server.sampling import Limits
@@ -48,15 +50,16 @@ if TYPE_CHECKING:
 async def generate(services: Services, request: Request) -> None:
     """POST /generate."""
     received_s = monotonic()
-    body = await request.decode(GenerateBody)
-    text, limits = check_open(services)
-    check_model(body.model, text)
-    params = body.sampling_params
-    with _named_by_sglang() if params is not None else contextlib.nullcontext():
-        body = body if params is None else _from_sglang(body, params)
-        with services.admission.admitted(1, services.places):
-            job = await _job(body, text, limits, received_s)
-            await answer(services, request, text, job, GenerateFormat())
+    with early_prompt(services, "prompt", "text") as early:
+        body = await request.decode(GenerateBody, early.see)
+        text, limits = check_open(services)
+        check_model(body.model, text)
+        params = body.sampling_params
+        with _named_by_sglang() if params is not None else contextlib.nullcontext():
+            body = body if params is None else _from_sglang(body, params)
+            with services.admission.admitted(1, services.places):
+                job = await _job(body, text, limits, received_s, early)
+                await answer(services, request, text, job, GenerateFormat())
 
 
 ROUTES: dict[tuple[str, str], Handler] = {("POST", "/generate"): generate}
@@ -110,7 +113,13 @@ def _ms(start_s: float | None, end_s: float | None) -> float | None:
     return None if start_s is None or end_s is None else round(1000 * (end_s - start_s), 3)
 
 
-async def _job(body: GenerateBody, text: TextServices, limits: Limits, received_s: float) -> Job:
+async def _job(
+    body: GenerateBody,
+    text: TextServices,
+    limits: Limits,
+    received_s: float,
+    early: EarlyEncoding[str],
+) -> Job:
     name, prompt = _the_prompt(body)
     terms = read_terms(body, limits)
     if terms.n != 1:
@@ -127,6 +136,7 @@ async def _job(body: GenerateBody, text: TextServices, limits: Limits, received_
         add_special_tokens=body.add_special_tokens is not False,
         keep_last=body.truncate_prompt_tokens,
         param=name,
+        early=early,
     )
     return Job(
         request_id=f"gen-{uuid.uuid4().hex}",

@@ -9,12 +9,14 @@ from tailrace.clock import monotonic
 from tailrace.errors import RequestError
 from tailrace.server.admission import check_model, check_open
 from tailrace.server.answering import answer
+from tailrace.server.early_encoding import early_chat, early_prompt
 from tailrace.server.generation import Job
 from tailrace.server.openai_format import ChatFormat, CompletionFormat
 from tailrace.server.prompts import (
     INLINE_CHARS,
     Prompt,
     check_fan_out,
+    check_length,
     encode_prompts,
     keep_last_tokens,
     off_loop_if,
@@ -31,10 +33,12 @@ from tailrace.server.sampling import (
 )
 
 if TYPE_CHECKING:
+    from tailrace.server.early_encoding import EarlyEncoding
     from tailrace.server.http import Handler, Request
     from tailrace.server.protocol import OpenAIFields
     from tailrace.server.sampling import Limits
     from tailrace.server.services import Services, TextServices
+    from tailrace.text.tokenizer import Span
     from tailrace.types import SamplingParams
 
 _STRUCTURED = (
@@ -49,29 +53,33 @@ _STRUCTURED = (
 async def completions(services: Services, request: Request) -> None:
     """POST /v1/completions."""
     received_s = monotonic()
-    body = await request.decode(CompletionBody)
-    text, limits = check_open(services)
-    check_model(body.model, text)
-    _check_openai(body)
-    is_long = isinstance(body.prompt, list) and len(body.prompt) > INLINE_CHARS
-    parts = await off_loop_if(is_long, lambda: split_prompts(body.prompt))
-    choices = _read_choices(body, limits)
-    with services.admission.admitted(check_fan_out(len(parts), choices), services.places):
-        job, form = await _completion_job(body, parts, text, limits, received_s)
-        await answer(services, request, text, job, form)
+    with early_prompt(services, "prompt") as early:
+        body = await request.decode(CompletionBody, early.see)
+        text, limits = check_open(services)
+        check_model(body.model, text)
+        _check_openai(body)
+        is_long = isinstance(body.prompt, list) and len(body.prompt) > INLINE_CHARS
+        parts = await off_loop_if(is_long, lambda: split_prompts(body.prompt))
+        choices = _read_choices(body, limits)
+        with services.admission.admitted(check_fan_out(len(parts), choices), services.places):
+            job, form = await _completion_job(
+                body, parts, text, limits, received_s=received_s, early=early
+            )
+            await answer(services, request, text, job, form)
 
 
 async def chat_completions(services: Services, request: Request) -> None:
     """POST /v1/chat/completions."""
     received_s = monotonic()
-    body = await request.decode(ChatBody)
-    text, limits = check_open(services)
-    check_model(body.model, text)
-    _check_openai(body)
-    _check_tools(body)
-    with services.admission.admitted(read_n(body, limits), services.places):
-        job, form = await _chat_job(body, text, limits, received_s)
-        await answer(services, request, text, job, form)
+    with early_chat(services) as early:
+        body = await request.decode(ChatBody, early.see)
+        text, limits = check_open(services)
+        check_model(body.model, text)
+        _check_openai(body)
+        _check_tools(body)
+        with services.admission.admitted(read_n(body, limits), services.places):
+            job, form = await _chat_job(body, text, limits, received_s, early)
+            await answer(services, request, text, job, form)
 
 
 ROUTES: dict[tuple[str, str], Handler] = {
@@ -85,7 +93,9 @@ async def _completion_job(
     parts: list[str | list[int]],
     text: TextServices,
     limits: Limits,
+    *,
     received_s: float,
+    early: EarlyEncoding[str],
 ) -> tuple[Job, CompletionFormat]:
     """Check and tokenise a completion; `max_tokens` 0 with `echo` scores the prompt alone."""
     echo = bool(body.echo)
@@ -104,6 +114,7 @@ async def _completion_job(
         limits,
         add_special_tokens=body.add_special_tokens is not False,
         keep_last=body.truncate_prompt_tokens,
+        early=early,
     )
     job = Job(
         request_id=f"cmpl-{uuid.uuid4().hex}",
@@ -143,7 +154,11 @@ def _fit_completion(
 
 
 async def _chat_job(
-    body: ChatBody, text: TextServices, limits: Limits, received_s: float
+    body: ChatBody,
+    text: TextServices,
+    limits: Limits,
+    received_s: float,
+    early: EarlyEncoding[list[Span]],
 ) -> tuple[Job, ChatFormat]:
     """Check, render and tokenise a chat."""
     max_name, max_tokens = _chat_max_tokens(body)
@@ -151,7 +166,7 @@ async def _chat_job(
     prompt_logprobs = _read_prompt_logprobs(body, limits)
     sampling = read_sampling(body, limits, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
     terms = read_terms(body, limits)
-    prompt = await _encode_chat(body, text)
+    prompt = await _encode_chat(body, text, limits, early)
     job = Job(
         request_id=f"chatcmpl-{uuid.uuid4().hex}",
         route="/v1/chat/completions",
@@ -183,7 +198,9 @@ async def _chat_job(
     return job, form
 
 
-async def _encode_chat(body: ChatBody, text: TextServices) -> Prompt:
+async def _encode_chat(
+    body: ChatBody, text: TextServices, limits: Limits, early: EarlyEncoding[list[Span]]
+) -> Prompt:
     messages = body.messages
     if messages is None:
         raise RequestError("messages is missing: send at least one", param="messages")
@@ -191,8 +208,8 @@ async def _encode_chat(body: ChatBody, text: TextServices) -> Prompt:
     adds_prompt = body.add_generation_prompt
     hides_tools = body.tool_choice == "none"
 
-    def encode() -> list[int]:
-        return text.chat_template.encode(
+    def render() -> list[Span]:
+        return text.chat_template.spans(
             messages,
             # Continuing a message and opening the next exclude each other, so one decides.
             add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
@@ -201,7 +218,14 @@ async def _encode_chat(body: ChatBody, text: TextServices) -> Prompt:
             template_kwargs=body.chat_template_kwargs,
         )
 
-    token_ids = await off_loop_if(_is_long([messages, body.tools]), encode)
+    is_long = _is_long([messages, body.tools])
+    spans = await off_loop_if(is_long, render)
+    if body.truncate_prompt_tokens is None:
+        fewest = sum(text.tokenizer.fewest_tokens(span.text) for span in spans) - len(spans)
+        check_length(fewest, limits, "messages")
+    token_ids = await early.take(spans)
+    if token_ids is None:
+        token_ids = await off_loop_if(is_long, lambda: text.tokenizer.encode_spans(spans))
     return Prompt(keep_last_tokens(token_ids, body.truncate_prompt_tokens))
 
 

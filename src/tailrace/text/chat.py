@@ -36,6 +36,7 @@ import jinja2
 from jinja2.exceptions import SecurityError
 
 from tailrace.errors import ModelError, RequestError, nearest
+from tailrace.text.incremental import joined
 from tailrace.text.messages import read_messages, refuse_control_tokens
 from tailrace.text.template_engine import ChatEnvironment
 from tailrace.text.tokenizer import Span, read_json
@@ -173,10 +174,50 @@ class ChatTemplate:
         Raises:
             RequestError: As `render`, or a text that cannot be told from the template's.
         """
+        return self._tokenizer.encode_spans(
+            self.spans(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                continue_final_message=continue_final_message,
+                template_kwargs=template_kwargs,
+            )
+        )
+
+    def spans(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> list[Span]:
+        """Return the prompt as spans, for `Tokenizer.encode_spans`. See `render`.
+
+        Raises:
+            RequestError: As `render`, or a text that cannot be told from the template's.
+        """
         call = self._call(
             messages, add_generation_prompt, tools, continue_final_message, template_kwargs
         )
-        return self._tokenizer.encode_spans(self._spans(call))
+        return self._spans(call)
+
+    def beginning(self, messages: Sequence[dict[str, Any]]) -> list[Span] | None:
+        """Return what the prompt may well begin with, if the last message is not yet whole.
+
+        That is the rendering up to the end of the last message's text, its outer white space left
+        out, joined. It is a guess: later messages, tools and the like may change any of it. None:
+        the template does not write that text as it is.
+
+        Raises:
+            RequestError: As `spans`.
+        """
+        core = messages[-1]["content"].strip()
+        spans = joined(self.spans(messages))
+        while spans and spans[-1].is_trusted:
+            spans.pop()
+        return spans if core and spans and spans[-1].text.endswith(core) else None
 
     def _compile(self, name: str, source: str) -> None:
         try:

@@ -66,7 +66,7 @@ def _bytes_by_symbol() -> dict[str, int]:
     return symbols | {chr(0x100 + index): byte for index, byte in enumerate(hidden)}
 
 
-_BYTES_BY_SYMBOL = _bytes_by_symbol()
+BYTE_SYMBOLS = _bytes_by_symbol()
 
 
 class ByteLevel:
@@ -75,7 +75,7 @@ class ByteLevel:
     def token_bytes(self, token: str) -> bytes:
         """Return the token's bytes."""
         try:
-            return bytes([_BYTES_BY_SYMBOL[symbol] for symbol in token])
+            return bytes([BYTE_SYMBOLS[symbol] for symbol in token])
         except KeyError:
             return token.encode()
 

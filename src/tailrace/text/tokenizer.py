@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tokenizers
 
 from tailrace.errors import ModelError, RequestError
+from tailrace.text.cuts import find_cuts
 from tailrace.text.decoding import read_decoder
+from tailrace.text.incremental import IncrementalEncoder, IncrementalSpans, Span
 from tailrace.text.plain_vocabulary import inner_form, is_control, plain_form
+from tailrace.text.token_length import token_length
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -25,15 +28,10 @@ if TYPE_CHECKING:
 
     from tailrace.text.decoding import Decoding
 
+__all__ = ["MAX_TEXT_CHARS", "Span", "Tokenizer", "read_json"]
+
 MAX_TEXT_CHARS = 16 * 2**20
 """Longest text of one encode call: more than the largest context can hold."""
-
-
-class Span(NamedTuple):
-    """A stretch of a text, and whether control tokens spelled in it count as such."""
-
-    text: str
-    is_trusted: bool
 
 
 class _ControlMatch(NamedTuple):
@@ -72,6 +70,10 @@ class Tokenizer:
         self._control_pattern = _alternation(self._control_ids)
         self._special_pattern = _alternation(self._special_tokens)
         self._token_bytes: dict[int, bytes] = {}
+        self._cuts = find_cuts(spec, added)
+        self._plain_cuts = find_cuts(spec, [a for a in added if not is_control(a)])
+        self._frame = None if self._cuts is None else _read_frame(self._full)
+        self._token_length = None if self._cuts is None else token_length(spec)
         self.vocab_size: int = self._full.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self._named_id("bos")
         self.eos_token_id = self._named_id("eos")
@@ -143,6 +145,38 @@ class Tokenizer:
             start = match.end
         return ids + self._encode_plain(text, start, len(text))
 
+    def incremental(self) -> IncrementalEncoder | None:
+        """Return an encoder for a text that comes in parts; None where it cannot be cut.
+
+        What it returns, put through `framed`, is `encode(text, parse_special=True)`.
+        """
+        if self._cuts is None or self._frame is None:
+            return None
+        return IncrementalEncoder(self._encode_full, self._cuts)
+
+    def incremental_spans(self) -> IncrementalSpans | None:
+        """Return an encoder for spans that come in parts; None where they cannot be cut.
+
+        What it returns is `encode_spans` of the spans.
+        """
+        # Cuts of all added tokens: none of the control tokens swallows what is around it.
+        if self._cuts is None or self._plain_inner is not self._plain:
+            return None
+        return IncrementalSpans(
+            self._encode_checked, self._plain_cuts, self._control_pattern, self._control_ids
+        )
+
+    def framed(self, ids: list[int], *, add_special_tokens: bool) -> list[int]:
+        """Return what an incremental encoder returned as `encode` returns it."""
+        if not add_special_tokens or self._frame is None:
+            return ids
+        before, after = self._frame
+        return [*before, *ids, *after]
+
+    def fewest_tokens(self, text: str) -> int:
+        """Return how many tokens a text has at least, without encoding it; 0: no bound is known."""
+        return 0 if self._token_length is None else self._token_length.fewest_tokens(text)
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of `ids`; ids beyond the vocabulary stand for nothing."""
         text: str = self._full.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -193,6 +227,12 @@ class Tokenizer:
         if isinstance(value, dict):
             value = value.get("content")
         return value if isinstance(value, str) else None
+
+    def _encode_full(self, text: str) -> list[int]:
+        return self.encode(text, add_special_tokens=False)
+
+    def _encode_checked(self, text: str) -> list[int]:
+        return self.encode(text, add_special_tokens=False, parse_special=False)
 
     def _encode_plain(self, text: str, start: int, end: int) -> list[int]:
         if start == end:
@@ -246,6 +286,17 @@ def _build(spec: dict[str, Any]) -> tokenizers.Tokenizer:
     built.no_truncation()
     built.no_padding()
     return built
+
+
+def _read_frame(encoder: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:
+    """Return the ids that come before and after every text; None where they cannot be told."""
+    text = _ids(encoder, "a", add_special_tokens=False)
+    framed = _ids(encoder, "a", add_special_tokens=True)
+    size = len(text)
+    places = [i for i in range(len(framed) - size + 1) if framed[i : i + size] == text]
+    if len(places) != 1:
+        return None
+    return framed[: places[0]], framed[places[0] + size :]
 
 
 def _ids(encoder: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -1,0 +1,375 @@
+"""Prompts tokenised while their bodies arrive; the body as parsed has the last word.
+
+    body bytes --GrowingJson--> text --thread--> incremental encoder --> ids so far
+    body whole, parsed, checked --> the prompt --> begins with that text? --> ids so far + the rest
+                                                   otherwise              --> encoded as a whole
+
+So the early ids can only save time: whatever came late, twice, or was not what it seemed (another
+`prompt`, tools, another template), the answer is that of the body as a whole. What is encoded early
+is bounded by the context, and nothing is before a body has proved to come in parts.
+
+For a chat the early text is what the template writes up to the end of the newest message's text,
+found by rendering the messages so far (`ChatTemplate.beginning`). That is repeated only where half
+as much text again has come, so that the work stays linear.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
+
+from tailrace.errors import RequestError
+from tailrace.server.admission import check_open
+from tailrace.server.growing_json import GrowingJson
+from tailrace.server.prompts import INLINE_CHARS, off_loop_if
+from tailrace.text.incremental import Span, joined
+from tailrace.text.tokenizer import MAX_TEXT_CHARS
+
+if TYPE_CHECKING:
+    from tailrace.server.growing_json import Piece, Place
+    from tailrace.server.services import Services
+    from tailrace.text.chat import ChatTemplate
+    from tailrace.text.incremental import IncrementalSpans
+    from tailrace.text.tokenizer import Tokenizer
+
+_T = TypeVar("_T")
+
+MIN_BYTES = 512
+"""Of a body, that are looked at together: many small chunks cost no more than a large one."""
+MIN_CHARS = 1024
+"""About a millisecond's work: less is not worth a thread's start."""
+MAX_CHARS = 32 * 1024
+"""Encoded in one go: a thread for which nobody waits any more ends within some 40 ms."""
+
+
+class EarlyEncoding(Generic[_T]):
+    """The early encoding of one body; at the end of the `with` block no work is left.
+
+    Args:
+        services: Of the server; one that would refuse the request now encodes nothing early.
+        source: What to look for, and what to do with it.
+    """
+
+    def __init__(self, services: Services, source: _Source[_T]) -> None:
+        self._source = source
+        self._json = GrowingJson(source.wants)
+        self._seen_bytes = 0
+        self._task: asyncio.Task[None] | None = None
+        self._is_on = source.is_possible and _has_room(services)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_on = False
+        if self._task is not None:
+            self._task.cancel()
+        self._source.forget()
+
+    def see(self, body: bytearray) -> None:
+        """Look at a body of which more is to come; returns at once."""
+        if not self._is_on or len(body) - self._seen_bytes < MIN_BYTES:
+            return
+        pieces = self._json.feed(bytes(memoryview(body)[self._seen_bytes :]))
+        self._seen_bytes = len(body)
+        is_hopeless = not self._source.hopeless_with.isdisjoint(self._json.keys)
+        self._is_on = not is_hopeless and all(self._source.note(piece) for piece in pieces)
+        if self._is_on and self._task is None and self._source.is_worth_it():
+            self._task = asyncio.get_running_loop().create_task(self._work())
+
+    async def take(self, whole: _T) -> list[int] | None:
+        """Return the ids of what the body held; None: encode it, nothing of it is here.
+
+        Call it once. Begins no more work but the rest's.
+        """
+        self._is_on = False
+        if self._task is not None:
+            await self._task
+        ids = await self._source.take(whole)
+        self._source.forget()  # an answer may take minutes
+        return ids
+
+    async def _work(self) -> None:
+        while self._is_on and self._source.is_worth_it():
+            try:
+                goes_on = await self._source.step()
+            except RequestError:  # the whole body will say so, and what was done is half done
+                self._source.forget()
+                goes_on = False
+            self._is_on = self._is_on and goes_on
+        self._task = None
+
+
+class _Source(ABC, Generic[_T]):
+    """Text that waits to be encoded, and the ids so far."""
+
+    is_possible: bool
+    """Whether anything can be encoded early."""
+    hopeless_with: frozenset[str] = frozenset()
+    """Fields that change the prompt's beginning: where one has come, there is no use in going on.
+
+    One that comes later costs no more than the work done so far.
+    """
+
+    @abstractmethod
+    def wants(self, place: Place) -> bool:
+        """Say whether the string at a place of the body is of interest."""
+
+    @abstractmethod
+    def note(self, piece: Piece) -> bool:
+        """Take more of such a string; return False where there is no use in going on."""
+
+    @abstractmethod
+    def is_worth_it(self) -> bool:
+        """Say whether enough is waiting."""
+
+    @abstractmethod
+    async def step(self) -> bool:
+        """Encode some of what is waiting; return False where there is no use in going on.
+
+        Raises:
+            RequestError: Nor is there.
+        """
+
+    @abstractmethod
+    async def take(self, whole: _T) -> list[int] | None:
+        """See `EarlyEncoding`; whatever `step` did is done."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Let go of texts and ids."""
+
+
+class EarlyPrompt(_Source[str]):
+    """A text under one of some names at the top of the body.
+
+    Args:
+        services: Of the server.
+        names: The fields' names; the first that comes counts.
+    """
+
+    def __init__(self, services: Services, names: frozenset[str]) -> None:
+        self._names = names
+        self._tokenizer = services.text.tokenizer if services.text else None
+        self._encoder = self._tokenizer.incremental() if self._tokenizer else None
+        self._room = _context_length(services)
+        self._has_begun = False
+        self._waiting: list[str] = []
+        self._waiting_chars = 0
+        self._fed: list[str] = []
+        self._ids: list[int] = []
+        self.is_possible = self._encoder is not None
+
+    def wants(self, place: Place) -> bool:
+        """See `_Source`."""
+        return len(place) == 1 and place[0] in self._names
+
+    def note(self, piece: Piece) -> bool:
+        """See `_Source`."""
+        if piece.is_first and self._has_begun:
+            return False
+        self._has_begun = True
+        self._waiting.append(piece.text)
+        self._waiting_chars += len(piece.text)
+        return True
+
+    def is_worth_it(self) -> bool:
+        """See `_Source`."""
+        return self._waiting_chars >= MIN_CHARS
+
+    async def step(self) -> bool:
+        """See `_Source`."""
+        encoder, tokenizer = self._encoder, self._tokenizer
+        if encoder is None or tokenizer is None:
+            return False
+        waiting = "".join(self._waiting)
+        text, rest = waiting[:MAX_CHARS], waiting[MAX_CHARS:]
+        self._waiting, self._waiting_chars = [rest], len(rest)
+        self._ids += await asyncio.to_thread(encoder.feed, text)
+        self._fed.append(text)
+        self._room -= tokenizer.fewest_tokens(text)
+        return self._room > 0
+
+    async def take(self, whole: str) -> list[int] | None:
+        """See `_Source`; the ids lack what goes around a text."""
+        fed = "".join(self._fed)
+        encoder = self._encoder
+        if encoder is None or not fed or not whole.startswith(fed) or len(whole) > MAX_TEXT_CHARS:
+            return None
+        rest = whole[len(fed) :]
+        ids = await off_loop_if(
+            len(rest) > INLINE_CHARS, lambda: encoder.feed(rest) + encoder.finish()
+        )
+        return self._ids + ids
+
+    def forget(self) -> None:
+        """See `_Source`."""
+        self._encoder, self.is_possible = None, False
+        self._waiting, self._fed, self._ids = [], [], []
+
+
+class EarlyChat(_Source[list[Span]]):
+    """The messages of a chat whose contents are texts.
+
+    Args:
+        services: Of the server.
+    """
+
+    hopeless_with = frozenset({"tools", "chat_template_kwargs"})
+
+    def __init__(self, services: Services) -> None:
+        text = services.text
+        self._tokenizer: Tokenizer | None = text.tokenizer if text else None
+        self._template: ChatTemplate | None = text.chat_template if text else None
+        self._encoder: IncrementalSpans | None = (
+            text.tokenizer.incremental_spans() if text else None
+        )
+        self._room = _context_length(services)
+        self._messages: list[dict[str, list[str]]] = []
+        self._chars = 0
+        self._waiting_chars = 0
+        # What was encoded, the end of which is text of message `_fed_index`; what has come of it
+        # since waits in `_tail`.
+        self._fed: list[Span] = []
+        self._fed_index = -1
+        self._tail: list[str] = []
+        self._ids: list[int] = []
+        self.is_possible = (
+            self._encoder is not None and text is not None and text.chat_template.exists
+        )
+
+    def wants(self, place: Place) -> bool:
+        """See `_Source`."""
+        return len(place) == 3 and place[0] == "messages" and place[2] in ("role", "content")
+
+    def note(self, piece: Piece) -> bool:
+        """See `_Source`."""
+        _, index, key = piece.place
+        if index == len(self._messages):
+            self._messages.append({})
+        if index != len(self._messages) - 1 or (piece.is_first and key in self._messages[-1]):
+            return False
+        self._messages[-1].setdefault(str(key), []).append(piece.text)
+        if key == "content":
+            self._chars += len(piece.text)
+            self._waiting_chars += len(piece.text)
+            if index == self._fed_index:
+                self._tail.append(piece.text)
+        return True
+
+    def is_worth_it(self) -> bool:
+        """See `_Source`."""
+        if not self._messages or self._messages[-1].keys() != {"role", "content"}:
+            return False
+        if self._fed_index == len(self._messages) - 1:
+            return self._waiting_chars >= MIN_CHARS
+        return self._waiting_chars >= max(MIN_CHARS, (self._chars - self._waiting_chars) // 2)
+
+    async def step(self) -> bool:
+        """See `_Source`."""
+        self._waiting_chars = 0
+        if self._fed_index == len(self._messages) - 1:
+            return await self._go_on()
+        return await self._begin()
+
+    async def take(self, whole: list[Span]) -> list[int] | None:
+        """See `_Source`."""
+        rest = _rest_of(joined(whole), joined(self._fed)) if self._fed else None
+        encoder = self._encoder
+        if rest is None or encoder is None or _size(whole) > MAX_TEXT_CHARS:
+            return None
+        ids = await off_loop_if(
+            _size(rest) > INLINE_CHARS, lambda: _feed(encoder, rest) + encoder.finish()
+        )
+        return self._ids + ids
+
+    def forget(self) -> None:
+        """See `_Source`."""
+        self._encoder, self.is_possible = None, False
+        self._messages, self._fed, self._tail, self._ids = [], [], [], []
+
+    async def _begin(self) -> bool:
+        """Encode up to the end of the newest message's text so far."""
+        messages = [{key: "".join(parts) for key, parts in m.items()} for m in self._messages]
+        content = messages[-1]["content"]
+        core = content.rstrip()
+        if not core:
+            return len(content) <= MAX_CHARS
+        self._tail = [content[len(core) :]]
+        self._fed_index = len(messages) - 1  # before others may note what follows
+        template = self._template
+        if template is None:
+            return False
+        spans = await asyncio.to_thread(template.beginning, messages)
+        rest = None if spans is None else _rest_of(spans, joined(self._fed))
+        return rest is not None and await self._encode(rest)
+
+    async def _go_on(self) -> bool:
+        """Encode more of the message that was begun."""
+        text = "".join(self._tail)
+        # Outer white space is the template's to keep or to trim: see `beginning`.
+        core = text.rstrip()[:MAX_CHARS]
+        self._tail = [text[len(core) :]]
+        self._waiting_chars = len(text.rstrip()) - len(core)
+        if not core:
+            return len(text) <= MAX_CHARS
+        return await self._encode([Span(core, is_trusted=False)])
+
+    async def _encode(self, spans: list[Span]) -> bool:
+        encoder, tokenizer = self._encoder, self._tokenizer
+        if encoder is None or tokenizer is None:
+            return False
+        self._room -= sum(tokenizer.fewest_tokens(span.text) for span in spans)
+        if self._room <= 0:
+            return False
+        self._ids += await asyncio.to_thread(_feed, encoder, spans)
+        self._fed += spans
+        return True
+
+
+def _feed(encoder: IncrementalSpans, spans: list[Span]) -> list[int]:
+    ids: list[int] = []
+    for span in spans:
+        ids += encoder.feed(span)
+    return ids
+
+
+def _rest_of(spans: list[Span], fed: list[Span]) -> list[Span] | None:
+    """Return `spans` without `fed`, both joined; None where they do not begin with it."""
+    if not fed:
+        return spans
+    last = len(fed) - 1
+    if len(spans) <= last or spans[:last] != fed[:last]:
+        return None
+    begun, whole = fed[last], spans[last]
+    if begun.is_trusted != whole.is_trusted or not whole.text.startswith(begun.text):
+        return None
+    return [Span(whole.text[len(begun.text) :], whole.is_trusted), *spans[last + 1 :]]
+
+
+def _size(spans: list[Span]) -> int:
+    return sum(len(span.text) for span in spans)
+
+
+def _has_room(services: Services) -> bool:
+    """Whether a request that came whole now would be served, as far as one can say."""
+    try:
+        check_open(services)
+    except RequestError:
+        return False
+    return services.admission.can_admit(1, services.places)
+
+
+def _context_length(services: Services) -> int:
+    return services.engine.ready.context_length if services.engine.ready else 0
+
+
+def early_prompt(services: Services, *names: str) -> EarlyEncoding[str]:
+    """Return the early encoding of a text under one of some names at the top of the body."""
+    return EarlyEncoding(services, EarlyPrompt(services, frozenset(names)))
+
+
+def early_chat(services: Services) -> EarlyEncoding[list[Span]]:
+    """Return the early encoding of a chat."""
+    return EarlyEncoding(services, EarlyChat(services))

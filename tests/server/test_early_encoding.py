@@ -1,0 +1,367 @@
+"""However a body is cut, whatever comes late or twice: ids, errors and status of the whole."""
+
+import asyncio
+import json
+
+import pytest
+import tokenizers
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from tokenizers import processors
+
+from tailrace.errors import RequestError
+from tailrace.server import early_encoding
+from tailrace.server.early_encoding import EarlyEncoding, early_chat, early_prompt
+from tailrace.server.routes_generate import ROUTES as GENERATE
+from tailrace.server.routes_openai import ROUTES as OPENAI
+from tailrace.text.incremental import IncrementalEncoder
+from tests.server.hand_made import HandMadeRequest, load_text, make_services
+from tests.text import vocabularies
+from tests.text.test_incremental import texts
+
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if think %}<think>{% endif %}{% endif %}"
+)
+# Trims nothing, counts the messages ahead of the first, and cuts what assistants thought.
+ODD_TEMPLATE = (
+    "{{ messages | length }} messages\n{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}"
+    "{% endif %}<|im_end|>{% endfor %}"
+)
+ROUTES = {**OPENAI, **GENERATE}
+
+
+class InParts(HandMadeRequest):
+    """A request whose body comes in parts, with time for early work between them."""
+
+    def __init__(self, parts):
+        super().__init__({})
+        last = len(parts) - 1
+        self._incoming = [
+            {"type": "http.request", "body": part, "more_body": index < last}
+            for index, part in reversed(list(enumerate(parts)))
+        ]
+
+    async def _receive_message(self):
+        for _ in range(8):
+            await asyncio.sleep(0)
+        return await super()._receive_message()
+
+
+@pytest.fixture(scope="module", params=[TEMPLATE, ODD_TEMPLATE], ids=["plain", "odd"])
+def text(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen")
+    vocabularies.write(folder, "qwen", chat_template=request.param)
+    built = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    built.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A",
+        special_tokens=[("<|endoftext|>", built.token_to_id("<|endoftext|>"))],
+    )
+    built.save(str(folder / "tokenizer.json"))
+    return load_text(folder)
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    """Small bodies are worth it too, and threads are done at once."""
+
+    async def at_once(function, *args):
+        return function(*args)
+
+    monkeypatch.setattr(early_encoding, "MIN_BYTES", 1)
+    monkeypatch.setattr(early_encoding, "MIN_CHARS", 1)
+    monkeypatch.setattr(early_encoding.asyncio, "to_thread", at_once)
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """What early encodings gave."""
+    gave = []
+    take = EarlyEncoding.take
+
+    async def noted(self, whole):
+        gave.append(await take(self, whole))
+        return gave[-1]
+
+    monkeypatch.setattr(EarlyEncoding, "take", noted)
+    return gave
+
+
+def served(text, path, parts):
+    """What the engine got, or what the client was told."""
+    services = make_services(None, text=text)
+
+    async def main():
+        try:
+            await asyncio.wait_for(ROUTES["POST", path](services, InParts(parts)), 20)
+        except RequestError as error:
+            return error.status, error.param, error.message
+        return [(r.token_ids, r.cache_salt) for r in services.engine.requests]
+
+    outcome = asyncio.run(main())
+    assert services.admission.sequences == 0
+    return outcome
+
+
+def split(body, cuts):
+    places = sorted({min(cut, len(body)) for cut in cuts})
+    return [body[a:b] for a, b in zip([0, *places], [*places, len(body)], strict=True)]
+
+
+def as_body(fields, *, ascii_only=True):
+    """A JSON object of fields in order, some of them perhaps twice, or of raw JSON."""
+    parts = [
+        f"{json.dumps(name)}: "
+        + (
+            value.decode()
+            if isinstance(value, bytes)
+            else json.dumps(value, ensure_ascii=ascii_only)
+        )
+        for name, value in fields
+    ]
+    return ("{" + ", ".join(parts) + "}").encode()
+
+
+spaced = st.lists(texts, min_size=1, max_size=4).map(" a ".join)
+LATE = [
+    ("truncate_prompt_tokens", 3),
+    ("truncate_prompt_tokens", 0),
+    ("add_special_tokens", False),
+    ("cache_salt", "pepper"),
+    ("model", "another"),
+    ("model", "tiny"),
+    ("n", 2),
+    ("n", 0),
+    ("max_tokens", 10**6),
+    ("temperature", b"NaN"),
+    ("x", b"[[[1, {}]]]"),
+    ("x", b'"\\ud800"'),
+    ("x", b"01"),
+    ("stream", True),
+]
+OF_COMPLETIONS = [
+    ("echo", True),
+    ("logprobs", 1),
+    ("prompt_logprobs", 0),
+    ("suffix", "x"),
+    ("prompt", "another prompt, the last of two"),
+    ("prompt", ["one ", "two"]),
+    ("prompt", [1, 2]),
+    ("prompt", None),
+    ("pr\u006fmpt", "the same"),
+]
+OF_CHATS = [
+    ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("tool_choice", "none"),
+    ("chat_template_kwargs", {"think": True}),
+    ("chat_template_kwargs", {"other": True}),
+    ("add_generation_prompt", False),
+    ("continue_final_message", True),
+    ("messages", []),
+    ("messages", [{"role": "user", "content": "Others, late"}]),
+]
+cut_lists = st.lists(st.integers(0, 300), max_size=40)
+
+
+def sampled(fields):
+    return st.lists(st.sampled_from(LATE + fields), max_size=2)
+
+
+@given(prompt=spaced, early=sampled(OF_COMPLETIONS), late=sampled(OF_COMPLETIONS), data=st.data())
+@settings(max_examples=250, suppress_health_check=list(HealthCheck))
+def test_a_completion_is_served_alike_however_it_comes(text, prompt, early, late, data):
+    body = as_body([*early, ("prompt", prompt), ("max_tokens", 2), *late])
+    cuts = data.draw(cut_lists)
+    assert served(text, "/v1/completions", split(body, cuts)) == served(
+        text, "/v1/completions", [body]
+    )
+
+
+@given(
+    prompt=spaced,
+    name=st.sampled_from(["prompt", "text"]),
+    late=sampled(OF_COMPLETIONS),
+    data=st.data(),
+)
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+def test_generate_is_served_alike_however_it_comes(text, prompt, name, late, data):
+    body = as_body([(name, prompt), ("max_tokens", 2), *late], ascii_only=False)
+    cuts = data.draw(cut_lists)
+    assert served(text, "/generate", split(body, cuts)) == served(text, "/generate", [body])
+
+
+def in_fives(body):
+    return [body[i : i + 5] for i in range(0, len(body), 5)]
+
+
+@pytest.mark.parametrize("is_late", [True, False], ids=["after", "before"])
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [("/v1/completions", field) for field in LATE + OF_COMPLETIONS]
+    + [("/v1/chat/completions", field) for field in LATE + OF_CHATS],
+    ids=str,
+)
+def test_each_field_that_matters_counts_before_and_after_the_prompt(text, path, field, is_late):
+    words = "the quick brown fox, and the dog"
+    prompt = (
+        ("messages", [{"role": "user", "content": words}]) if "chat" in path else ("prompt", words)
+    )
+    body = as_body([prompt, field] if is_late else [field, prompt])
+    outcome = served(text, path, in_fives(body))
+    assert outcome == served(text, path, [body])
+    assert outcome
+
+
+message_lists = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system"])},
+        optional={
+            "content": spaced
+            | st.lists(spaced.map(lambda t: {"type": "text", "text": t}), max_size=2)
+            | st.just("  \n "),
+            "name": st.sampled_from(["Eve", "<|im_end|>"]),
+        },
+    ),
+    max_size=4,
+)
+
+
+@given(messages=message_lists, early=sampled(OF_CHATS), late=sampled(OF_CHATS), data=st.data())
+@settings(max_examples=400, suppress_health_check=list(HealthCheck))
+@example([{"content": "role comes late", "role": "user"}], [], [], None)
+@example([{"role": "user", "content": " x </think> y"}] * 2, [], [], None)
+def test_a_chat_is_served_alike_however_it_comes(text, messages, early, late, data):
+    body = as_body([*early, ("messages", messages), ("max_tokens", 2), *late])
+    cuts = range(len(body)) if data is None else data.draw(cut_lists)
+    assert served(text, "/v1/chat/completions", split(body, cuts)) == served(
+        text, "/v1/chat/completions", [body]
+    )
+
+
+@given(body=st.binary(max_size=60), cuts=cut_lists)
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+def test_malformed_bodies_are_refused_alike_however_they_come(text, body, cuts):
+    for path, start in (
+        ("/v1/completions", b'{"prompt": "a b c'),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "a b c'),
+    ):
+        assert served(text, path, split(start + body, cuts)) == served(text, path, [start + body])
+
+
+def in_bytes(body):
+    return [body[i : i + 1] for i in range(len(body))]
+
+
+LONG = "The quick brown fox jumps over the lazy dog, again and again. " * 4
+
+
+def test_a_prompt_is_encoded_early(text, taken):
+    body = as_body([("prompt", LONG), ("max_tokens", 2)])
+    ((ids, _),) = served(text, "/v1/completions", in_bytes(body))
+    assert ids == text.tokenizer.encode(LONG, add_special_tokens=True)
+    assert taken[0] == ids[1:]  # the BOS is put before it later
+
+
+def test_a_chat_is_encoded_early_where_the_template_lets(text, taken):
+    messages = [
+        {"role": role, "content": f"{LONG[:80]} \n "}
+        for role in ("system", "user", "assistant", "user")
+    ]
+    for some in (messages[:1], messages):
+        body = as_body([("messages", some), ("max_tokens", 2)])
+        ((ids, _),) = served(text, "/v1/chat/completions", in_bytes(body))
+        assert ids == text.chat_template.encode(some)
+    # The odd one begins with how many messages there are, which the first does not tell.
+    is_odd = "messages\n" in text.chat_template.render(messages)
+    assert [ids is not None for ids in taken] == [True, not is_odd]
+
+
+def test_tools_ahead_of_the_messages_leave_nothing_to_do_early(text, taken):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    messages = [{"role": "user", "content": LONG[:90]}]
+    body = as_body([("tools", tools), ("messages", messages), ("max_tokens", 2)])
+    served(text, "/v1/chat/completions", in_bytes(body))
+    assert taken == [None]
+
+
+def test_what_fails_early_is_left_to_the_whole(text, taken, monkeypatch):
+    feed, calls = IncrementalEncoder.feed, []
+
+    def fails(self, part):
+        calls.append(part)
+        ids = feed(self, part)
+        if len(calls) == 20:
+            raise RequestError("no")
+        return ids
+
+    monkeypatch.setattr(IncrementalEncoder, "feed", fails)
+    body = as_body([("prompt", LONG), ("max_tokens", 2)])
+    ((ids, _),) = served(text, "/v1/completions", in_bytes(body))
+    assert taken == [None]
+    assert len(calls) == 20
+    assert ids == text.tokenizer.encode(LONG, add_special_tokens=True)
+
+
+def test_nothing_is_begun_for_a_body_that_comes_whole(text, taken):
+    served(text, "/v1/completions", [as_body([("prompt", LONG), ("max_tokens", 2)])])
+    assert taken == [None]
+
+
+def test_work_stays_linear_and_stops_at_the_context(text, monkeypatch):
+    encoded = 0
+    encode = text.tokenizer._encode_full
+
+    def counted(part):
+        nonlocal encoded
+        encoded += len(part)
+        return encode(part)
+
+    monkeypatch.setattr(text.tokenizer, "_encode_full", counted)
+    longest = text.tokenizer._token_length.longest_chars
+    prompt = "word " * (512 * longest // 5 * 3)
+    body = as_body([("prompt", prompt)])
+    parts = [body[i : i + 997] for i in range(0, len(body), 997)]
+    status, param, message = served(text, "/v1/completions", parts)
+    assert (status, param) == (400, "prompt")
+    assert "at least" in message
+    assert encoded <= 512 * longest + 10_000  # and not the three times as much that came
+    assert served(text, "/v1/completions", [body]) == (status, param, message)
+
+
+def test_a_long_prompt_of_which_the_end_is_wanted_is_encoded(text):
+    longest = text.tokenizer._token_length.longest_chars
+    prompt = "word " * (512 * longest // 5 * 2)
+    body = as_body([("prompt", prompt), ("truncate_prompt_tokens", 5), ("max_tokens", 2)])
+    ((ids, _),) = served(text, "/v1/completions", [body[:5000], body[5000:]])
+    assert ids == text.tokenizer.encode(prompt, add_special_tokens=True)[-5:]
+
+
+def test_a_closed_or_full_house_encodes_nothing_early(text):
+    services = make_services(None, text=text)
+    for change in ("draining", "full", "no text"):
+        services.draining = change == "draining"
+        services.admission.sequences = services.places if change == "full" else 0
+        services.text = None if change == "no text" else text
+        for early in (early_prompt(services, "prompt"), early_chat(services)):
+            assert not early._is_on
+            early.see(bytearray(b'{"prompt": "a b c d'))
+            assert early._task is None
+
+
+def test_a_body_that_ends_early_leaves_no_work_and_no_text(text):
+    services = make_services(None, text=text)
+    body = bytearray(as_body([("prompt", LONG)]))[:-5]
+
+    async def main():
+        with early_prompt(services, "prompt") as early:
+            early.see(body)
+            task = early._task
+            assert task is not None
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert early._source._fed == early._source._ids == early._source._waiting == []
+
+    asyncio.run(main())
