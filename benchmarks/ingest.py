@@ -68,6 +68,9 @@ class MockEngine:
         queue.put_nowait(TokenOutput(request.request_id, [260], finish_reason="length"))
         return queue
 
+    def reserve(self, request_id: str, num_tokens: int, lifetime_s: float) -> None:
+        pass
+
     def abort(self, request_ids: Iterable[str]) -> None:
         pass
 

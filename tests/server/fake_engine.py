@@ -111,6 +111,7 @@ class FakeEngine:
         if self.state is not EngineState.READY:
             raise RequestError(f"the engine is {self.state.value}", status=503, retry_after_s=2.0)
         self.requests.append(request)
+        self.reserved.pop(request.request_id, None)
         queue = OutputQueue()
         self._queues[request.request_id] = queue
         task = asyncio.get_running_loop().create_task(self._play(request))
@@ -133,6 +134,7 @@ class FakeEngine:
 
     def abort(self, request_ids) -> None:
         for request_id in request_ids:
+            self.reserved.pop(request_id, None)
             if self._queues.pop(request_id, None) is not None:
                 self.aborted.append(request_id)
                 self._tasks.pop(request_id).cancel()

@@ -305,6 +305,34 @@ def test_what_fails_early_is_left_to_the_whole(text, taken, monkeypatch):
     assert ids == text.tokenizer.encode(LONG, add_special_tokens=True)
 
 
+def test_kv_is_leased_once_and_given_back_where_the_body_comes_to_nothing(text, monkeypatch):
+    monkeypatch.setattr(early_encoding, "LEASE_TOKENS", 5)
+    services = make_services(None, text=text)
+    wishes, reserve = [], services.engine.reserve
+
+    def noted(request_id, num_tokens, lifetime_s):
+        wishes.append((request_id, num_tokens, lifetime_s))
+        reserve(request_id, num_tokens, lifetime_s)
+
+    monkeypatch.setattr(services.engine, "reserve", noted)
+    body = as_body([("prompt", LONG), ("max_tokens", 2)])
+
+    async def main(parts):
+        await ROUTES["POST", "/v1/completions"](services, InParts(parts))
+
+    asyncio.run(main(in_bytes(body)))
+    ((request_id, tokens, lifetime_s),) = wishes
+    assert services.engine.requests[0].request_id == request_id
+    assert 5 <= tokens < len(services.engine.requests[0].token_ids)
+    assert lifetime_s == services.config.server.body_timeout_s
+    assert services.engine.reserved == {}
+    with pytest.raises(RequestError):
+        asyncio.run(main([*in_bytes(body)[:-1], b', "n": 0}']))
+    assert len(wishes) == 2
+    assert services.engine.reserved == {}
+    assert len(services.engine.requests) == 1
+
+
 def test_nothing_is_begun_for_a_body_that_comes_whole(text, taken):
     served(text, "/v1/completions", [as_body([("prompt", LONG), ("max_tokens", 2)])])
     assert taken == [None]
@@ -345,7 +373,7 @@ def test_a_closed_or_full_house_encodes_nothing_early(text):
         services.draining = change == "draining"
         services.admission.sequences = services.places if change == "full" else 0
         services.text = None if change == "no text" else text
-        for early in (early_prompt(services, "prompt"), early_chat(services)):
+        for early in (early_prompt(services, "cmpl", "prompt"), early_chat(services, "chatcmpl")):
             assert not early._is_on
             early.see(bytearray(b'{"prompt": "a b c d'))
             assert early._task is None
@@ -356,7 +384,7 @@ def test_a_body_that_ends_early_leaves_no_work_and_no_text(text):
     body = bytearray(as_body([("prompt", LONG)]))[:-5]
 
     async def main():
-        with early_prompt(services, "prompt") as early:
+        with early_prompt(services, "cmpl", "prompt") as early:
             early.see(body)
             task = early._task
             assert task is not None

@@ -56,6 +56,7 @@ def assert_idle(app):
     app.settle()
     assert app.services.admission.sequences == 0
     assert app.engine.open_requests == 0
+    assert app.engine.reserved == {}
 
 
 def completion(prompt, **fields):
@@ -86,10 +87,14 @@ def test_a_prompt_that_trickles_in_is_encoded_before_its_last_byte(app, encoded,
         # All but the last 100 bytes came; what is less than a piece may wait for the end.
         wait_until(lambda: sum(map(len, encoded)) > len(body) - 100 - 2 * early_encoding.MIN_CHARS)
         assert app.get("/live").status_code == 200
+        wait_until(lambda: app.engine.reserved)
+        ((leased_id, leased_tokens),) = app.engine.reserved.items()
+        assert 512 <= leased_tokens < len(body)
         connection.sendall(body[-100:])
         assert read_to_end(connection).startswith(b"HTTP/1.1 200")
     first, second = app.engine.requests[-2:]
     assert first.token_ids == second.token_ids
+    assert second.request_id == leased_id
     assert_idle(app)
 
 
@@ -99,6 +104,7 @@ def test_a_client_that_stalls_within_its_prompt_is_408_and_others_are_served(tin
     with running_app(tiny_folder, config=config, context_length=CONTEXT) as app:
         with app.connect() as connection:
             connection.sendall(head("/v1/completions", len(body)) + body[:8000])
+            wait_until(lambda: app.engine.reserved)
             for _ in range(5):
                 answer = app.post("/generate", {"prompt": "Hi", "max_tokens": 1})
                 assert answer.status_code == 200
@@ -111,7 +117,7 @@ def test_a_client_that_leaves_within_its_prompt_leaves_nothing_behind(app, encod
     body = completion(WORDS * 300)
     with app.connect() as connection:
         connection.sendall(head("/v1/completions", len(body)) + body[:8000])
-        wait_until(lambda: encoded)
+        wait_until(lambda: encoded and app.engine.reserved)
         connection.shutdown(socket.SHUT_RDWR)
     assert_idle(app)
 

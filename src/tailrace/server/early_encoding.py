@@ -11,16 +11,21 @@ is bounded by the context, and nothing is before a body has proved to come in pa
 For a chat the early text is what the template writes up to the end of the newest message's text,
 found by rendering the messages so far (`ChatTemplate.beginning`). That is repeated only where half
 as much text again has come, so that the work stays linear.
+
+KV is leased for the first tokens. The request's first sequence takes the lease over; a body that
+ends otherwise, or not in time, gives it back.
 """
 
 from __future__ import annotations
 
 import asyncio
+import uuid
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from tailrace.errors import RequestError
 from tailrace.server.admission import check_open
+from tailrace.server.generation import sequence_id
 from tailrace.server.growing_json import GrowingJson
 from tailrace.server.prompts import INLINE_CHARS, off_loop_if
 from tailrace.text.incremental import Span, joined
@@ -42,6 +47,9 @@ MIN_CHARS = 1024
 MAX_CHARS = 32 * 1024
 """Encoded in one go: a thread for which nobody waits any more ends within some 40 ms."""
 
+LEASE_TOKENS = 512
+"""Encoded early, for which KV is leased: less is found whenever it is needed."""
+
 
 class EarlyEncoding(Generic[_T]):
     """The early encoding of one body; at the end of the `with` block no work is left.
@@ -49,10 +57,15 @@ class EarlyEncoding(Generic[_T]):
     Args:
         services: Of the server; one that would refuse the request now encodes nothing early.
         source: What to look for, and what to do with it.
+        kind: What the request's id begins with.
     """
 
-    def __init__(self, services: Services, source: _Source[_T]) -> None:
+    def __init__(self, services: Services, source: _Source[_T], kind: str) -> None:
+        self.job_id = f"{kind}-{uuid.uuid4().hex}"
+        """The request's, if it comes to that: its first sequence takes the lease over."""
+        self._services = services
         self._source = source
+        self._has_lease = False
         self._json = GrowingJson(source.wants)
         self._seen_bytes = 0
         self._task: asyncio.Task[None] | None = None
@@ -66,6 +79,8 @@ class EarlyEncoding(Generic[_T]):
         if self._task is not None:
             self._task.cancel()
         self._source.forget()
+        if self._has_lease:
+            self._services.engine.abort([sequence_id(self.job_id, 0)])
 
     def see(self, body: bytearray) -> None:
         """Look at a body of which more is to come; returns at once."""
@@ -98,7 +113,17 @@ class EarlyEncoding(Generic[_T]):
                 self._source.forget()
                 goes_on = False
             self._is_on = self._is_on and goes_on
+            self._lease()
         self._task = None
+
+    def _lease(self) -> None:
+        """Have the engine keep KV for what was encoded, once it is worth it."""
+        if self._is_on and not self._has_lease and self._source.tokens >= LEASE_TOKENS:
+            self._has_lease = True
+            lifetime_s = self._services.config.server.body_timeout_s
+            self._services.engine.reserve(
+                sequence_id(self.job_id, 0), self._source.tokens, lifetime_s
+            )
 
 
 class _Source(ABC, Generic[_T]):
@@ -106,6 +131,8 @@ class _Source(ABC, Generic[_T]):
 
     is_possible: bool
     """Whether anything can be encoded early."""
+    tokens: int = 0
+    """Encoded so far."""
     hopeless_with: frozenset[str] = frozenset()
     """Fields that change the prompt's beginning: where one has come, there is no use in going on.
 
@@ -187,6 +214,7 @@ class EarlyPrompt(_Source[str]):
         text, rest = waiting[:MAX_CHARS], waiting[MAX_CHARS:]
         self._waiting, self._waiting_chars = [rest], len(rest)
         self._ids += await asyncio.to_thread(encoder.feed, text)
+        self.tokens = len(self._ids)
         self._fed.append(text)
         self._room -= tokenizer.fewest_tokens(text)
         return self._room > 0
@@ -324,6 +352,7 @@ class EarlyChat(_Source[list[Span]]):
         if self._room <= 0:
             return False
         self._ids += await asyncio.to_thread(_feed, encoder, spans)
+        self.tokens = len(self._ids)
         self._fed += spans
         return True
 
@@ -365,11 +394,11 @@ def _context_length(services: Services) -> int:
     return services.engine.ready.context_length if services.engine.ready else 0
 
 
-def early_prompt(services: Services, *names: str) -> EarlyEncoding[str]:
+def early_prompt(services: Services, kind: str, *names: str) -> EarlyEncoding[str]:
     """Return the early encoding of a text under one of some names at the top of the body."""
-    return EarlyEncoding(services, EarlyPrompt(services, frozenset(names)))
+    return EarlyEncoding(services, EarlyPrompt(services, frozenset(names)), kind)
 
 
-def early_chat(services: Services) -> EarlyEncoding[list[Span]]:
+def early_chat(services: Services, kind: str) -> EarlyEncoding[list[Span]]:
     """Return the early encoding of a chat."""
-    return EarlyEncoding(services, EarlyChat(services))
+    return EarlyEncoding(services, EarlyChat(services), kind)

@@ -41,6 +41,11 @@ if TYPE_CHECKING:
 ENGINE_RETRY_AFTER_S = 2.0
 
 
+def sequence_id(job_id: str, index: int) -> str:
+    """Return what the engine knows one of a job's sequences by."""
+    return f"{job_id}-{index}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A request, checked and tokenised."""
@@ -221,7 +226,7 @@ class Generation:
         prompt_index, choice_index = divmod(index, job.n)
         sampling = job.sampling[prompt_index]
         request = EngineRequest(
-            request_id=f"{job.request_id}-{index}",
+            request_id=sequence_id(job.request_id, index),
             token_ids=job.prompts[prompt_index].token_ids,
             sampling=for_choice(sampling, choice_index),
             arrival_s=self.clock(),

@@ -9,7 +9,6 @@ A stream is one `data: {"token": "..."}` event for each token, then `data: [DONE
 from __future__ import annotations
 
 import contextlib
-import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 async def generate(services: Services, request: Request) -> None:
     """POST /generate."""
     received_s = monotonic()
-    with early_prompt(services, "prompt", "text") as early:
+    with early_prompt(services, "gen", "prompt", "text") as early:
         body = await request.decode(GenerateBody, early.see)
         text, limits = check_open(services)
         check_model(body.model, text)
@@ -139,7 +138,7 @@ async def _job(
         early=early,
     )
     return Job(
-        request_id=f"gen-{uuid.uuid4().hex}",
+        request_id=early.job_id,
         route="/generate",
         prompts=prompts,
         sampling=[

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import TYPE_CHECKING, Any
 
 from tailrace.clock import monotonic
@@ -53,7 +52,7 @@ _STRUCTURED = (
 async def completions(services: Services, request: Request) -> None:
     """POST /v1/completions."""
     received_s = monotonic()
-    with early_prompt(services, "prompt") as early:
+    with early_prompt(services, "cmpl", "prompt") as early:
         body = await request.decode(CompletionBody, early.see)
         text, limits = check_open(services)
         check_model(body.model, text)
@@ -71,7 +70,7 @@ async def completions(services: Services, request: Request) -> None:
 async def chat_completions(services: Services, request: Request) -> None:
     """POST /v1/chat/completions."""
     received_s = monotonic()
-    with early_chat(services) as early:
+    with early_chat(services, "chatcmpl") as early:
         body = await request.decode(ChatBody, early.see)
         text, limits = check_open(services)
         check_model(body.model, text)
@@ -117,7 +116,7 @@ async def _completion_job(
         early=early,
     )
     job = Job(
-        request_id=f"cmpl-{uuid.uuid4().hex}",
+        request_id=early.job_id,
         route="/v1/completions",
         prompts=prompts,
         sampling=[_fit_completion(sampling, prompt, max_tokens, limits) for prompt in prompts],
@@ -168,7 +167,7 @@ async def _chat_job(
     terms = read_terms(body, limits)
     prompt = await _encode_chat(body, text, limits, early)
     job = Job(
-        request_id=f"chatcmpl-{uuid.uuid4().hex}",
+        request_id=early.job_id,
         route="/v1/chat/completions",
         prompts=[prompt],
         sampling=[
