@@ -125,7 +125,9 @@ async def measure(arguments: argparse.Namespace) -> None:
             work = await make_work(cell, maker, arguments.most_requests)
             for turn, name in enumerate(order if len(names) > 1 else names):
                 folder = arguments.out / f"{text.replace(':', '-')}-{turn}-{name}"
-                run = await run_trial(servers[name], work, folder, options(arguments), stop=asyncio.Event())
+                run = await run_trial(
+                    servers[name], work, folder, options(arguments), stop=asyncio.Event()
+                )
                 row = figures(cell, name, run)
                 rows.append(row)
                 print(line(row), flush=True)
