@@ -294,10 +294,12 @@ def _tie(team: Team, chosen: _Judged, ties: Sequence[_Judged]) -> str:
         return ""
     names = ", ".join(one.candidate.configuration for one in ties)
     points = chosen.candidate.complexity
-    if all(one.candidate.complexity > points for one in ties):
-        why = "it asks for the least operating"
-    else:
-        why = "either will do" if team.rate_rps is None else "it has the most room above the rate"
+    is_simplest = all(one.candidate.complexity > points for one in ties)
+    if team.rate_rps is not None:
+        # Which is faster is another question, answered by the verdict: here each is fast enough.
+        why = "asks for the least operating" if is_simplest else "has the most room above it"
+        return f" The rate is served by {names} too; {chosen.candidate.configuration} {why}."
+    why = "it asks for the least operating" if is_simplest else "either will do"
     return f" No difference to {names} was shown; {why}."
 
 
