@@ -41,13 +41,15 @@ class FakeServer:
 
     async def __aenter__(self):
         if self.spec.name in self.field.stillborn:
+            self.out_of_memory = self.field.starved
             raise self.field.stillborn[self.spec.name]
         self.ready_s.append(1.5)
         self.field.log.append(f"start {self.spec.name}")
         self.field.running.append(self.spec.name)
         return self
 
-    async def __aexit__(self, *_):
+    async def __aexit__(self, kind, error, trace):
+        self.field.exits.append(kind)
         self.field.log.append(f"stop {self.spec.name}")
         self.field.running.remove(self.spec.name)
 
@@ -57,7 +59,7 @@ class FakeServer:
 
     @property
     def command(self):
-        return ["serve", self.spec.name]
+        return ["serve", self.spec.name, *self.spec.arguments]
 
     @property
     def extra_body(self):
@@ -105,7 +107,11 @@ class Field:
     invalid: dict[int, str] = field(default_factory=dict)
     stop_at: int = 0
     """Number of the trial in which the user presses Ctrl-C; 0: none."""
-    stillborn: dict[str, Exception] = field(default_factory=dict)
+    stillborn: dict[str, BaseException] = field(default_factory=dict)
+    starved: int = 0
+    """How often a stillborn server says that it ran out of memory."""
+    exits: list[type[BaseException] | None] = field(default_factory=list)
+    """What each server was left by."""
     on_trial: Any = None
     peaks: list[Any] = field(default_factory=list)
     client_reasons: list[tuple[str, ...]] = field(default_factory=list)

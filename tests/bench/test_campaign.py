@@ -1,16 +1,21 @@
+import asyncio
 import io
+import json
 import math
+from dataclasses import replace
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from tailrace.bench import compare as compare_module
+from tailrace.bench.campaign import Campaign
 from tailrace.bench.compare import EXIT_INTERRUPTED, EXIT_NO_VERDICT, EXIT_OK, compare
 from tailrace.bench.engines.spec import EngineSpec
 from tailrace.bench.limits import Limit
 from tailrace.bench.plan import Plan, SearchPlan, SteadyPlan
 from tailrace.bench.records import read_records
-from tailrace.bench.result import read_result
+from tailrace.bench.result import read_result, write_result
 from tailrace.bench.traffic.workload import Workload
 from tailrace.errors import ConfigError, EngineError
 from tests.bench.fake_contenders import Field
@@ -320,3 +325,138 @@ def test_the_check_can_be_left_out(measure):
     field = Field({"a": 16})
     measure(plan_of("a", pairs=1, canary=False, search=None), field)
     assert field.peaks == []
+
+
+@pytest.mark.parametrize(
+    ("rates", "peak_rps"), [("0:1,10:3", 3.0), ("0:0,10:2", 4.0), ("0:1,30:9", 2.0)]
+)
+def test_the_client_is_checked_at_the_peak_of_a_curve(measure, rates, peak_rps):
+    field = Field({"a": 1000})
+    traffic = replace(TRAFFIC, arrivals="step", rates=rates)
+    measure(plan_of("a", pairs=1, search=None, traffic=traffic), field)
+    (peak,) = field.peaks
+    assert peak.rate_rps == pytest.approx(peak_rps)
+
+
+def test_a_curve_that_is_0_for_a_whole_trial_is_refused_before_any_server(measure):
+    field = Field({"a": 16})
+    traffic = replace(TRAFFIC, arrivals="step", rates="0:0,20:5")
+    with pytest.raises(ConfigError, match="give a longer trial"):
+        measure(plan_of("a", pairs=1, search=None, traffic=traffic), field)
+    assert field.log == []
+
+
+def test_a_trace_that_carries_the_plan_is_long_enough_for_the_client_check(measure, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": 500 * i, "input_length": 20, "output_length": 4} for i in range(50)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    traffic = Workload(source=str(trace), input_tokens="20", output_tokens="4")
+    field = Field({"a": 1000})
+    steady = SteadyPlan(rates=(2.0,), trial_s=20)
+    measure(plan_of("a", pairs=1, search=None, steady=steady, traffic=traffic), field)
+    assert len(field.peaks) == 1
+
+
+def lost_in_pair_1(measure, **more):
+    """Measure a and b where b is gone after its first pair."""
+    field = Field({"a": 1000, "b": 1000})
+    field.on_trial = lambda number, _: (
+        field.stillborn.update({"b": EngineError("<gone>\nlog")}) if number == 2 else None
+    )
+    return measure(plan_of("a", "b", pairs=2, search=None), field, **more)
+
+
+def test_a_load_that_a_lost_stay_never_measured_is_no_verdict(measure):
+    outcome = lost_in_pair_1(measure)
+    assert outcome.exit_code == EXIT_NO_VERDICT
+    assert outcome.comparison.contenders[0].cautions == []
+    assert outcome.comparison.contenders[1].cautions == [
+        "not measured to the end in pair 2: <gone>"
+    ]
+
+
+def test_a_lost_stay_can_be_made_good_by_a_resume(measure):
+    lost_in_pair_1(measure)
+    field = Field({"a": 1000, "b": 1000})
+    outcome = measure(plan_of("a", "b", pairs=2, search=None), field, resume=True)
+    assert outcome.exit_code == EXIT_OK
+    assert outcome.comparison.contenders[1].cautions == []
+    assert len(field.trials) == 1
+
+
+def test_an_interrupt_does_not_look_like_an_error_to_a_server(measure):
+    field = Field({"a": 16}, stop_at=2)
+    assert measure(plan_of("a", pairs=1), field).exit_code == EXIT_INTERRUPTED
+    assert field.exits
+    assert not issubclass(field.exits[-1], Exception)
+
+
+def test_a_filled_in_plan_that_differs_is_not_resumed_and_a_new_key_is_no_difference(
+    measure, tmp_path
+):
+    def plan(variant, key):
+        spec = EngineSpec(
+            name="a",
+            kind="openai",
+            command=("serve", "--variant", variant, "--api-key", key, "{port}"),
+        )
+        return plan_of("a", pairs=1, search=None, engines=(spec,))
+
+    measure(plan("x", "s3cret"), Field({"a": 16}))
+    assert "s3cret" not in (tmp_path / "out" / "result.json").read_text()
+    with pytest.raises(ConfigError, match="other conditions"):
+        measure(plan("y", "s3cret"), Field({"a": 16}), resume=True)
+    assert measure(plan("x", "other"), Field({"a": 16}), resume=True).exit_code == EXIT_OK
+
+
+def test_a_key_in_the_plan_itself_is_not_stored(measure, tmp_path):
+    raw = {"engine": [{"name": "a", "command": "serve --api-key s3cret"}]}
+    measure(plan_of("a", pairs=1, search=None, raw=raw), Field({"a": 16}))
+    assert "s3cret" not in (tmp_path / "out" / "result.json").read_text()
+
+
+def test_stored_trials_that_nobody_asks_for_are_dropped(measure, tmp_path):
+    plan = plan_of("a", pairs=1, search=None)
+    measure(plan, Field({"a": 16}))
+    stored = read_result(tmp_path / "out")
+    stray = msgspec.structs.replace(stored.trials[0], seed=7, folder="trials/0099-a-p0-stray")
+    stored.trials.append(stray)
+    write_result(tmp_path / "out", stored)
+    (tmp_path / "out" / stray.folder).mkdir()
+    outcome = measure(plan, Field({"a": 16}), resume=True)
+    assert outcome.exit_code == EXIT_OK
+    assert len(read_result(tmp_path / "out").trials) == 1
+    assert not (tmp_path / "out" / stray.folder).exists()
+
+
+def test_a_lost_stay_keeps_its_stored_trials(measure, tmp_path):
+    plan = plan_of("a", "b", pairs=2, search=None, steady=SteadyPlan(rates=(2.0, 3.0), trial_s=20))
+    measure(plan, Field({"a": 1000, "b": 1000}))
+    stored = read_result(tmp_path / "out")
+    first = next(t for t in stored.trials if (t.contender, t.pair) == ("b", 1))
+    stored.trials.remove(first)
+    write_result(tmp_path / "out", stored)
+    field = Field({"a": 1000, "b": 1000}, stillborn={"b": EngineError("gone")})
+    assert measure(plan, field, resume=True).exit_code == EXIT_NO_VERDICT
+    assert len(read_result(tmp_path / "out").trials) == 7
+
+
+def test_a_resume_that_is_interrupted_at_once_leaves_a_finished_result_as_it_was(
+    measure, tmp_path, monkeypatch
+):
+    plan = plan_of("a", "b")
+    measure(plan, Field({"a": 16, "b": 12}))
+    before = (tmp_path / "out" / "result.json").read_bytes()
+
+    async def interrupted(self, pair, spec):
+        if spec.name == "b":
+            self.stop.set()
+            raise asyncio.CancelledError
+        await stay(self, pair, spec)
+
+    stay = Campaign._stay
+    monkeypatch.setattr(Campaign, "_stay", interrupted)
+    outcome = measure(plan, Field({"a": 16, "b": 12}), resume=True)
+    assert outcome.exit_code == EXIT_INTERRUPTED
+    assert (tmp_path / "out" / "result.json").read_bytes() == before
+    assert len(outcome.comparison.searches) == 4

@@ -94,6 +94,14 @@ def test_what_the_client_did_wrong_makes_it_invalid(more, words):
     assert words in run.verdict.reasons[0]
 
 
+def test_calm_clients_do_not_hide_a_late_one():
+    late = ClientState(lags_s=[0.2] * 100, requests=1, is_done=True)
+    calm = ClientState(lags_s=[0.0] * 20_000, requests=199, is_done=True)
+    run, status = outcome(records(), the_clients=Clients([calm, late, calm], 3, "Locust 0", None))
+    assert status == 3
+    assert "the client was late" in run.verdict.reasons[0]
+
+
 def test_tokens_cached_by_plan_are_no_accident():
     found = records(cached_tokens=4)
     assert outcome(found)[1] == 3

@@ -87,3 +87,46 @@ def test_a_command_is_taken_apart_as_a_shell_would():
     spec = Subject(start="serve --name 'two words' --port {port}", kind="vllm").spec()
     assert spec.command == ("serve", "--name", "two words", "--port", "{port}")
     assert spec.name == "vllm"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokenizer": "{folder}"},
+        {"timeout_s": 10.0},
+        {"max_lag_s": 0.5},
+        {"processes": 2},
+        {"title": "another"},
+    ],
+)
+def test_other_conditions_are_not_resumed(field, tmp_path, change, monkeypatch):
+    monkeypatch.setattr("tailrace.bench.campaign.FileCodec", lambda folder: field.codec)
+    steady = SteadyPlan(rates=(1.0,), trial_s=10)
+
+    def run(*, resume, **fields):
+        measuring = Measuring(traffic=TRAFFIC, **fields)
+        out = tmp_path / "out"
+        return run_once(
+            SUBJECT, measuring, steady, out, command="c", resume=resume, console=CONSOLE
+        )
+
+    run(resume=False)
+    filled = {k: v.format(folder=tmp_path) if k == "tokenizer" else v for k, v in change.items()}
+    with pytest.raises(ConfigError, match="another plan"):
+        run(resume=True, **filled)
+    assert run(resume=True).exit_code == EXIT_OK
+
+
+def test_no_key_is_stored(field, tmp_path, monkeypatch):
+    monkeypatch.setenv("A_KEY", "s3cret")
+    monkeypatch.setattr(compare_module, "adapter_for", lambda spec: None)
+    subject = Subject(
+        start="serve --api-key other --port {port} s3cret", name="mine", api_key_env="A_KEY"
+    )
+    steady = SteadyPlan(rates=(1.0,), trial_s=10)
+    measuring = Measuring(traffic=TRAFFIC)
+    run_once(subject, measuring, steady, tmp_path / "out", command="c", console=CONSOLE)
+    text = (tmp_path / "out" / "result.json").read_text()
+    assert "s3cret" not in text
+    assert "other" not in text
+    assert '"serve --api-key ... --port {port} ..."' in text

@@ -206,6 +206,14 @@ def test_the_api_key_is_not_in_the_report(trace, tmp_path):
     assert shown == "tailrace --api-key ... 'x y' --api-key=..."
 
 
+def test_a_key_in_the_command_of_a_server_is_not_in_the_report(monkeypatch):
+    monkeypatch.setenv("A_KEY", "s3cret")
+    shown = command_line(["tailrace", "--start", "vllm serve --api-key other --port {port}"])
+    assert shown == "tailrace --start 'vllm serve --api-key ... --port {port}'"
+    shown = command_line(["tailrace", "--api-key-env", "A_KEY", "--start", "serve s3cret"])
+    assert shown == "tailrace --api-key-env A_KEY --start 'serve ...'"
+
+
 def test_a_folder_that_cannot_be_made_is_refused(trace, tmp_path):
     (tmp_path / "file").write_text("")
     with running() as server, pytest.raises(ConfigError, match="give a folder to write to"):

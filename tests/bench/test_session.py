@@ -79,6 +79,56 @@ def test_deaths_and_lack_of_memory_are_counted(field, tmp_path):
     asyncio.run(stay())
 
 
+def test_lack_of_memory_at_the_start_and_while_warming_is_counted(field, tmp_path):
+    async def fail(served):
+        served.server.out_of_memory = 1
+        raise EngineError("no answer")
+
+    async def stay(made):
+        async with made:
+            with pytest.raises(EngineError):
+                await made.served()
+        return made.contender.out_of_memory
+
+    assert asyncio.run(stay(session(tmp_path, warm_up=fail)[0])) == 1
+    field.stillborn["a"] = EngineError("no memory")
+    field.starved = 1
+    assert asyncio.run(stay(session(tmp_path)[0])) == 1
+
+
+def test_a_server_that_is_left_while_warming_knows_of_the_interrupt(field, tmp_path):
+    async def fail(served):
+        raise asyncio.CancelledError
+
+    async def stay():
+        made, _ = session(tmp_path, warm_up=fail)
+        async with made:
+            await made.served()
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(stay())
+    assert field.exits == [asyncio.CancelledError]
+
+
+def test_the_command_that_is_kept_has_no_key(field, tmp_path, monkeypatch):
+    monkeypatch.setenv("A_KEY", "s3cret")
+    spec = EngineSpec(
+        name="a",
+        kind="vllm",
+        command=("serve", "{port}"),
+        arguments=("--hf-token", "other", "--config=s3cret"),
+        api_key_env="A_KEY",
+    )
+
+    async def stay():
+        made, _ = session(tmp_path, spec)
+        async with made:
+            await made.served()
+        return made.contender.command
+
+    assert asyncio.run(stay()) == ["serve", "a", "--hf-token", "...", "--config=..."]
+
+
 @pytest.mark.parametrize(
     ("fields", "log"),
     [

@@ -185,3 +185,10 @@ def test_decodes_are_counted_up_to_the_first_longer_chunk():
 
     assert _leading_decodes([Chunk(1), Chunk(1), Chunk(5), Chunk(1)]) == 2
     assert _leading_decodes([]) == 0
+
+
+def test_padding_never_takes_more_than_half_of_the_prompts_budget(folder):
+    runner = gpu_runner(folder, CudaRunner)  # 4 slots, 24 tokens
+    assert [runner.padded_decodes(n) for n in range(5)] == [0, 4, 4, 4, 4]
+    runner._token_budget = 4
+    assert [runner.padded_decodes(n) for n in range(5)] == [0, 1, 2, 3, 4]

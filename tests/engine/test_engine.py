@@ -246,6 +246,18 @@ def test_a_failing_step_ends_its_own_requests_and_no_other():
     assert bench.blocks.held_units == 0
 
 
+def test_a_lost_device_ends_the_engine_since_no_later_step_could_succeed():
+    bench = make_bench(slots=1, fail_when=lambda rows: True)
+
+    def lost():
+        raise RuntimeError("the device is lost")
+
+    bench.engine.runner.check_device = lost
+    bench.engine.add(request("r-0", [9, 9], 3))
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        bench.run()
+
+
 def test_an_aborted_request_returns_its_blocks_at_once():
     bench = make_bench()
     bench.engine.add(request("r-0", [1] * 20, 30))
@@ -333,7 +345,7 @@ def test_the_kv_report_tells_who_holds_what_and_what_is_broken():
 
 
 def test_a_lease_for_an_arriving_request_is_taken_over_given_back_or_expires():
-    bench = make_bench(num_blocks=32)
+    bench = make_bench(num_blocks=64)
     blocks, clock = bench.blocks, bench.engine._clock
     for name in ("r-0", "r-1", "r-2", "r-0"):
         bench.engine.reserve(ReserveKv(name, 40, 5.0))
@@ -353,6 +365,7 @@ def test_a_lease_for_an_arriving_request_is_taken_over_given_back_or_expires():
 def test_a_lease_goes_with_a_request_that_is_refused_or_aborted_while_it_waits():
     bench = make_bench(num_blocks=16, slots=1)
     bench.engine.add(request("r-0", [1] * 10, 20))
+    bench.step()
     for name in ("r-1", "r-2"):
         bench.engine.reserve(ReserveKv(name, 16, 5.0))
     assert bench.engine.add(request("r-1", [], 4)).finish_reason == "error"
@@ -365,14 +378,46 @@ def test_a_lease_goes_with_a_request_that_is_refused_or_aborted_while_it_waits()
 
 
 def test_a_request_finds_its_own_lease_where_there_is_no_other_room():
-    bench = make_bench(num_blocks=16, slots=4)
+    bench = make_bench(num_blocks=32, slots=4, budget=256)
     bench.engine.reserve(ReserveKv("r-1", 64, 5.0))
-    bench.engine.add(request("r-0", [1] * 20, 40))
+    for index in (0, 2, 3):
+        bench.engine.add(request(f"r-{index}", [index] * 20, 44))
     bench.step()
     assert bench.blocks.unclaimed_units == 0
     bench.engine.add(request("r-1", [2] * 50, 14))
     bench.step()
-    assert bench.engine.stats().running_requests == 2
+    assert bench.engine.stats().running_requests == 4
+    bench.run()
+
+
+def test_a_lease_that_is_lent_out_is_no_room_until_it_comes_back():
+    bench = make_bench(num_blocks=16, surprised=True)
+    # r-0 outgrows what was expected of it, into what r-1's lease promises.
+    bench.engine.reserve(ReserveKv("r-1", 32, 5.0))
+    assert bench.blocks.reserved_units == 4
+    bench.engine.add(request("r-0", [1] * 60, 60))
+    for _ in range(60):
+        if not bench.blocks.available_units:
+            break
+        bench.step()
+    assert bench.blocks.lent_units > 0
+    bench.engine.add(request("r-1", [2] * 10, 4))
+    bench.run()
+    assert bench.reasons == {"r-0": "length", "r-1": "length"}
+    bench.blocks.check_integrity()
+
+
+def test_leases_for_the_arriving_overtake_nobody_and_leave_most_of_the_pool():
+    bench = make_bench(num_blocks=16, slots=1)
+    bench.engine.add(request("r-0", [1] * 10, 20))
+    bench.step()
+    for index in range(1, 9):
+        bench.engine.reserve(ReserveKv(f"r-{index}", 16, 5.0))
+    assert bench.blocks.reserved_units == 4
+    bench.engine.abort([f"r-{index}" for index in range(1, 9)])
+    bench.engine.add(request("r-9", [1] * 60, 4))
+    bench.engine.reserve(ReserveKv("r-1", 16, 5.0))
+    assert bench.blocks.reserved_units == 0
     bench.run()
 
 

@@ -71,6 +71,9 @@ class FakeRunner:
     def padded_decodes(decodes: int) -> int:
         return decodes
 
+    def check_device(self) -> None:
+        pass
+
     def prepare(self, step: Step, blocks: BlockManager) -> list[Row]:
         return [
             Row(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import shutil
 import signal
 import time
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ from tailrace.bench.search import (
     probe_result,
 )
 from tailrace.bench.session import Served, Session
+from tailrace.bench.traffic.arrivals import read_curve
 from tailrace.bench.trial import RECORDS, Server, TrialOptions, make_shots, run_trial
 from tailrace.bench.work_shelf import Offer, WorkShelf
 from tailrace.clock import monotonic
@@ -59,8 +61,11 @@ DIED = "the server died in this trial"
 REQUEST_LOG = "requests.jsonl"
 
 
-class _InterruptedError(Exception):
-    """The user asked to stop; what was measured is kept."""
+class _InterruptedError(BaseException):
+    """The user asked to stop; what was measured is kept.
+
+    No `Exception`, so that a server that is left by it is not waited for.
+    """
 
 
 class Campaign:
@@ -89,6 +94,8 @@ class Campaign:
         self.found: dict[str, FoundRate] = {}
         """The latest search of each contender that resolved: the next one starts there."""
         self._stored = list(comparison.trials)
+        self._lost: set[tuple[str, int]] = set()
+        """The stays, contender and pair, that ended early."""
 
     async def run(self) -> bool:
         """Measure everything; return whether the plan was carried out to its end.
@@ -125,6 +132,17 @@ class Campaign:
                 await self._stay(pair, spec)
             self._rate()
             self.save()
+        self._drop_unasked()
+
+    def _drop_unasked(self) -> None:
+        """Take out stored trials that were not asked for again: their search went another way."""
+        for trial in self._stored:
+            if (trial.contender, trial.pair) in self._lost:
+                continue  # nobody came to ask
+            self.note_news()
+            self.comparison.trials.remove(trial)
+            shutil.rmtree(self.out / trial.folder, ignore_errors=True)
+        self.save()
 
     def _check_traffic(self) -> None:
         """Draw what the first pair is sure to ask for, before anything starts."""
@@ -140,12 +158,7 @@ class Campaign:
             for rate_rps, users in self.plan.loads
         ]
         if self.plan.search is not None:
-            options = search_options(self.plan, 0)
-            rate_rps = options.start_rps
-            duration_s = options.duration_s(rate_rps)
-            offers.append(
-                Offer(phase="search", rate_rps=rate_rps, seed=seed, duration_s=duration_s)
-            )
+            offers.append(first_probe(self.plan, seed))
         for offer in offers:
             self.shelf.schedule(offer)
 
@@ -192,9 +205,13 @@ class Campaign:
         """Note that a server could not be measured in this pair; in the first one that ends all."""
         if pair == 0:
             raise error
+        self.note_news()
+        self._lost.add((contender, pair))
         self.view.decide(f"pair {pair + 1}  {contender}: {error}")
+        first_line = str(error).partition("\n")[0]
+        found = next(c for c in self.comparison.contenders if c.name == contender)
+        found.cautions.append(f"not measured to the end in pair {pair + 1}: {first_line}")
         if self.plan.search is not None and not self.has_search(contender, pair):
-            first_line = str(error).partition("\n")[0]
             self.comparison.searches.append(
                 Search(
                     contender=contender,
@@ -229,8 +246,14 @@ class Campaign:
             if self.plan.search is not None
         ]
 
+    def note_news(self) -> None:
+        """Take a stored verdict back: what follows is not what it was made from."""
+        self.comparison.finished_unix_s = None
+
     def save(self) -> None:
-        """Write the result as it is now."""
+        """Write the result as it is now; a finished one stays until there is news."""
+        if not self.comparison.is_interrupted:
+            return
         if self.shelf.made:
             self.comparison.platform.machine["Prompts"] = self.shelf.about
         write_result(self.out, self.comparison)
@@ -407,6 +430,7 @@ class _Stay:
             cautions=list(run.verdict.cautions),
         )
         self.trials.append(trial)
+        campaign.note_news()
         campaign.comparison.trials.append(trial)
         await self._after(trial, may_die=may_die)
         return trial, run.records
@@ -444,15 +468,20 @@ PEAK_OVER_START = 4
 def peak_of(plan: Plan, shelf: WorkShelf) -> Peak:
     """Return the hardest load that the plan is expected to come to, for the client."""
     users = max((users for _, users in plan.loads), default=0)
-    rates = list(plan.steady.rates)
+    trial_s = plan.steady.trial_s
+    rates = [_peak_rps(plan, rate_rps, trial_s) for rate_rps in plan.steady.rates]
+    # The plan's own first load: it is drawn anyway, so a trace that carries it is long enough.
+    seed = plan.draw_of(0) * SEEDS_PER_DRAW
     if plan.search is not None:
         search = search_options(plan, 0)
-        rates.append(min(search.high_rps, PEAK_OVER_START * search.start_rps))
-    if not rates:
+        offer = first_probe(plan, seed)
+        rate_rps = min(search.high_rps, PEAK_OVER_START * search.start_rps)
+        rates.append(_peak_rps(plan, rate_rps, offer.duration_s))
+    elif rates:
+        rate_rps = plan.steady.rates[0]
+        offer = Offer(phase="steady", rate_rps=rate_rps, seed=seed, duration_s=trial_s)
+    else:
         return Peak(rate_rps=float(users), streams=users)
-    offer = Offer(
-        phase="search", rate_rps=1.0, seed=plan.seed_of(0) * SEEDS_PER_DRAW, duration_s=60
-    )
     arrivals = shelf.schedule(offer).arrivals
     peak = Peak.of(
         max(rates),
@@ -460,6 +489,23 @@ def peak_of(plan: Plan, shelf: WorkShelf) -> Peak:
         output_tokens=sum(a.output_tokens for a in arrivals) / len(arrivals),
     )
     return replace(peak, streams=max(peak.streams, users))
+
+
+def _peak_rps(plan: Plan, rate_rps: float, duration_s: float) -> float:
+    """Return the highest rate of a trial whose mean is `rate_rps`."""
+    if not plan.traffic.rates:
+        return rate_rps
+    curve = read_curve(plan.traffic.rates, is_ramp=plan.traffic.arrivals == "ramp")
+    return curve.scaled_to(rate_rps, duration_s).peak_rps(duration_s)
+
+
+def first_probe(plan: Plan, seed: int) -> Offer:
+    """Return the first load of a plan's searches."""
+    options = search_options(plan, 0)
+    rate_rps = options.start_rps
+    return Offer(
+        phase="search", rate_rps=rate_rps, seed=seed, duration_s=options.duration_s(rate_rps)
+    )
 
 
 def search_options(plan: Plan, pair: int) -> SearchOptions:

@@ -13,10 +13,13 @@ follow from the answers alone, so the second run asks for the same trials.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.console import Console
@@ -26,6 +29,7 @@ from tailrace.bench.campaign import Campaign
 from tailrace.bench.comparison_table import print_comparison
 from tailrace.bench.engines import adapter_for
 from tailrace.bench.load import event_loop
+from tailrace.bench.masking import masked, masked_engine
 from tailrace.bench.report import require_report, write_reports
 from tailrace.bench.result import (
     FILE,
@@ -36,12 +40,12 @@ from tailrace.bench.result import (
     read_result,
     write_result,
 )
+from tailrace.bench.session import secrets_of
 from tailrace.errors import ConfigError
 from tailrace.telemetry.gpu import Gpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from tailrace.bench.plan import Plan
 
@@ -93,7 +97,7 @@ def compare(
     console = console or _console()
     comparison = _opened(plan, out, command=command, resume=resume)
     is_whole = event_loop.run(Campaign(plan, out, comparison, console).run())
-    return _finished(comparison, out, console, is_whole=is_whole)
+    return _finished(plan, comparison, out, console, is_whole=is_whole)
 
 
 def _console() -> Console:
@@ -104,7 +108,8 @@ def _console() -> Console:
 
 def _opened(plan: Plan, out: Path, *, command: str, resume: bool) -> Comparison:
     """Return the comparison to go on with: a new one, or the one on disk."""
-    raw = msgspec.json.decode(msgspec.json.encode(plan.raw))
+    raw = msgspec.json.decode(msgspec.json.encode(_shareable(plan)))
+    plan_hash = fingerprint(plan)
     stored = read_result(out) if (out / FILE).exists() else None
     if stored is not None and stored.trials:
         if not resume:
@@ -116,6 +121,12 @@ def _opened(plan: Plan, out: Path, *, command: str, resume: bool) -> Comparison:
             raise ConfigError(
                 f"--out {out}: was measured by another plan, so its trials cannot be resumed; "
                 "give another folder, or the plan as it was"
+            )
+        if stored.plan_hash != plan_hash:
+            raise ConfigError(
+                f"--out {out}: was measured under other conditions: the plan's text is the same, "
+                "but a variable in it, a file's place or a default is not; give another folder, "
+                "or the values as they were"
             )
         return _resumable(stored, out)
     if resume and stored is None:
@@ -130,6 +141,7 @@ def _opened(plan: Plan, out: Path, *, command: str, resume: bool) -> Comparison:
         command=command,
         started_unix_s=time.time(),
         plan=raw,
+        plan_hash=plan_hash,
         traffic=plan.traffic.describe(),
         limits=[str(limit) for limit in plan.limits],
         platform=Platform(
@@ -145,11 +157,38 @@ def _opened(plan: Plan, out: Path, *, command: str, resume: bool) -> Comparison:
                 engine=spec.kind,
                 strategy=spec.strategy,
                 model=spec.model or "",
-                command=list(spec.command),
+                command=masked(spec.command, secrets_of(spec), takes_many=True),
             )
             for spec in plan.engines
         ],
     )
+
+
+def _shareable(plan: Plan) -> dict[str, Any]:
+    """Return the plan's text without the secrets that stand in it."""
+    rows = plan.raw.get("engine", [])
+    known = [secret for spec in plan.engines for secret in secrets_of(spec)]
+    return plan.raw | ({"engine": [masked_engine(row, known) for row in rows]} if rows else {})
+
+
+def fingerprint(plan: Plan) -> str:
+    """Return a hash of all that the trials hang on, secrets left out: a new key is no new plan."""
+    engines = [masked_engine(asdict(spec), secrets_of(spec)) for spec in plan.engines]
+    source, tokenizer = (_settled(text) for text in (plan.traffic.source, plan.tokenizer))
+    whole = {
+        **{name: value for name, value in asdict(plan).items() if name not in {"raw", "teams"}},
+        "engines": engines,
+        "traffic": asdict(plan.traffic) | {"source": source},
+        "tokenizer": tokenizer,
+    }
+    text = json.dumps(whole, sort_keys=True, default=_settled)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _settled(value: object) -> str:
+    """Return the whole path of a file, and any other value as text."""
+    path = Path(str(value))
+    return str(path.resolve() if path.exists() else value)
 
 
 def _platform_name(gpus: Sequence[str]) -> str:
@@ -160,13 +199,17 @@ def _platform_name(gpus: Sequence[str]) -> str:
 
 
 def _resumable(stored: Comparison, out: Path) -> Comparison:
-    """Return a stored comparison without what an interrupt left half done."""
+    """Return a stored comparison without what an interrupt left half done.
+
+    A finished one stays so until there is news, so that to look at it again costs no verdict.
+    """
     for trial in filter(_was_interrupted, stored.trials):
         shutil.rmtree(out / trial.folder, ignore_errors=True)
     stored.trials = [trial for trial in stored.trials if not _was_interrupted(trial)]
     stored.searches = []
     stored.ratios = []
-    stored.finished_unix_s = None
+    for contender in stored.contenders:
+        contender.cautions = []
     return stored
 
 
@@ -174,32 +217,40 @@ def _was_interrupted(trial: Trial) -> bool:
     return any(reason.startswith("interrupted") for reason in trial.reasons)
 
 
-def _finished(comparison: Comparison, out: Path, console: Console, *, is_whole: bool) -> Outcome:
+def _finished(
+    plan: Plan, comparison: Comparison, out: Path, console: Console, *, is_whole: bool
+) -> Outcome:
+    status = EXIT_INTERRUPTED
     if is_whole:
         comparison.finished_unix_s = time.time()
         write_result(out, comparison)
+        status = exit_code(comparison, plan)
+    elif not comparison.is_interrupted:
+        comparison = read_result(out)  # nothing was measured anew, so its verdict stands
     report_file = None
     if comparison.trials:
         print_comparison(comparison, out, console)
         report_file = write_reports([out], out).html
         console.print(f"report: {report_file}", highlight=False, soft_wrap=True)
-    return Outcome(exit_code(comparison), comparison, out, report_file)
+    return Outcome(status, comparison, out, report_file)
 
 
-def exit_code(comparison: Comparison) -> int:
-    """Return the process's exit status: 0, 3 without a whole verdict, 130 interrupted."""
-    if comparison.is_interrupted:
-        return EXIT_INTERRUPTED
+def exit_code(comparison: Comparison, plan: Plan) -> int:
+    """Return the exit status of a comparison that is whole: 0, or 3 without a whole verdict."""
     unresolved = any(search.max_rps is None for search in comparison.searches)
-    return EXIT_NO_VERDICT if unresolved or _invalid_steady(comparison) else EXIT_OK
+    return EXIT_NO_VERDICT if unresolved or _invalid_steady(comparison, plan) else EXIT_OK
 
 
-def _invalid_steady(comparison: Comparison) -> bool:
-    """Whether some steady load has no valid trial in some stay."""
-    steady = [trial for trial in comparison.trials if trial.phase == "steady"]
-    loads = {_load_key(trial) for trial in steady}
-    valid = {_load_key(trial) for trial in steady if not trial.reasons}
-    return loads != valid
+def _invalid_steady(comparison: Comparison, plan: Plan) -> bool:
+    """Whether some steady load of the plan has no valid trial in some stay, or no trial at all."""
+    asked = {
+        (spec.name, pair, users, rate_rps or 0.0)
+        for spec in plan.engines
+        for pair in range(plan.pairs)
+        for rate_rps, users in plan.loads
+    }
+    steady = (trial for trial in comparison.trials if trial.phase == "steady")
+    return not asked <= {_load_key(trial) for trial in steady if not trial.reasons}
 
 
 def _load_key(trial: Trial) -> tuple[str, int, int, float]:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from tailrace.bench.compare import Outcome, compare
 from tailrace.bench.engines.spec import EngineSpec
+from tailrace.bench.masking import masked_engine
 from tailrace.bench.plan import SERVER_TOKENIZER, Plan, PlatformPlan, SearchPlan, SteadyPlan
+from tailrace.bench.session import secrets_of
 from tailrace.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -152,12 +154,17 @@ def _raw(
 ) -> dict[str, Any]:
     """Return the options as the plan file that would say the same."""
     raw: dict[str, Any] = {
-        "engine": [_given(subject)],
+        "engine": [masked_engine(_given(subject), secrets_of(subject.spec()))],
         "traffic": _given(measuring.traffic),
         "limits": {limit.name: limit.bound_s for limit in measuring.limits},
         "pairs": measuring.repetitions,
+        "title": measuring.title,
         "seed": measuring.seed,
+        "tokenizer": measuring.tokenizer,
         "temperature": measuring.temperature,
+        "timeout_s": measuring.timeout_s,
+        "max_lag_s": measuring.max_lag_s,
+        "processes": measuring.processes,
         "platform": _given(measuring.platform),
         "steady": _given(steady),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import signal
 import sys
@@ -16,8 +17,9 @@ from rich.console import Console
 
 from tailrace.bench import machine
 from tailrace.bench.codec import Codec, FileCodec, ServerCodec
-from tailrace.bench.engines.adapter import LOOPBACK
+from tailrace.bench.engines.adapter import LOOPBACK, option
 from tailrace.bench.load import event_loop
+from tailrace.bench.masking import masked
 from tailrace.bench.metrics_source import source_at
 from tailrace.bench.monitor import Monitor
 from tailrace.bench.progress import Progress
@@ -294,16 +296,9 @@ def _conditions(options: ReplayOptions, schedule: Schedule, target: Target) -> d
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """Return the command for the report, the API key left out of it."""
-    shown: list[str] = []
-    for argument in arguments:
-        if shown and shown[-1] == "--api-key":
-            shown.append("...")
-        elif argument.startswith("--api-key="):
-            shown.append("--api-key=...")
-        else:
-            shown.append(argument)
-    return shlex.join(shown)
+    """Return the command for the report, keys left out of it, of `--start`'s command too."""
+    key_env = option(arguments, ("--api-key-env",))
+    return shlex.join(masked(arguments, [os.environ.get(key_env, "")]))
 
 
 def _prompt_conditions(prompts: Sequence[Prompt], text_name: str, codec: Codec) -> dict[str, str]:

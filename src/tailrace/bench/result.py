@@ -57,7 +57,9 @@ class Contender(msgspec.Struct, kw_only=True):
     restarts: int = 0
     """How often it died by itself in a trial, and was started again."""
     out_of_memory: int = 0
-    """Deaths or log lines that say so."""
+    """Deaths for want of memory."""
+    cautions: list[str] = []
+    """Why it was not measured to the end in a pair, say."""
 
 
 class Trial(msgspec.Struct, kw_only=True):
@@ -127,7 +129,9 @@ class Comparison(msgspec.Struct, kw_only=True):
     finished_unix_s: float | None = None
     """None: interrupted."""
     plan: dict[str, Any]
-    """The plan file as it was read, for the appendix."""
+    """The plan file as it was read, for the appendix; without secrets."""
+    plan_hash: str = ""
+    """Of the plan with its variables filled in, without secrets: what a resume must meet again."""
     traffic: str
     """One sentence: where requests come from, how long they are."""
     limits: list[str]

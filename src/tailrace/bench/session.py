@@ -7,6 +7,7 @@ first trials on disk, starts only what it still has to measure.
 from __future__ import annotations
 
 import asyncio
+import os
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from tailrace.bench.engines import start
 from tailrace.bench.engines.tailrace import request_log_of
+from tailrace.bench.masking import masked
 from tailrace.bench.target import inspect
 
 if TYPE_CHECKING:
@@ -67,6 +69,8 @@ class Session:
         self._warm_up = warm_up
         self._on_progress = on_progress
         self._stack = AsyncExitStack()
+        self._server: EngineServer | None = None
+        """From the moment it is asked to start."""
         self._served: Served | None = None
         self._log_bytes = 0
 
@@ -123,14 +127,15 @@ class Session:
     async def _enter(self) -> Served:
         self._on_progress(f"starting {self._spec.name}")
         server = start(self._spec, self._log_file, on_progress=self._on_progress)
-        await self._stack.enter_async_context(server)
+        self._server = server
         try:
+            await self._stack.enter_async_context(server)
             served = Served(server, await self._target(server))
             self._note(served)
             self._on_progress(f"warming {self._spec.name}")
             await self._warm_up(served)
-        except BaseException:
-            await self._leave()
+        except BaseException as error:
+            await self._leave(type(error), error, error.__traceback__)
             raise
         return served
 
@@ -146,20 +151,26 @@ class Session:
         error: BaseException | None = None,
         trace: TracebackType | None = None,
     ) -> None:
-        served, self._served = self._served, None
+        server, self._server = self._server, None
+        self._served = None
         try:
             await self._stack.__aexit__(kind, error, trace)
         finally:
             self._stack = AsyncExitStack()
-            if served is not None:
-                self.contender.out_of_memory += served.server.out_of_memory
+            if server is not None:
+                self.contender.out_of_memory += server.out_of_memory
 
     def _note(self, served: Served) -> None:
         server, contender = served.server, self.contender
-        contender.command = list(server.command)
+        contender.command = masked(server.command, secrets_of(self._spec), takes_many=True)
         contender.version = server.version or served.target.version
         contender.model = served.target.model
         contender.ready_s.extend(server.ready_s[-1:])
+
+
+def secrets_of(spec: EngineSpec) -> list[str]:
+    """Return the values that no result may show."""
+    return [os.environ.get(spec.api_key_env, "")] if spec.api_key_env else []
 
 
 def _copy_tail(log: Path, offset: int, file: Path) -> None:

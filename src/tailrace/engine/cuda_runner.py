@@ -172,6 +172,7 @@ class CudaRunner:
         self._capability = kernels.capability
         self.block_size = block_size
         self.num_slots = num_slots
+        self._token_budget = token_budget
         self.kv_caches = allocate_kv(model, num_blocks, block_size, kv_dtype, self.device)
         config = model.config
         kernels.reserve(
@@ -203,7 +204,14 @@ class CudaRunner:
 
     def padded_decodes(self, decodes: int) -> int:
         """Return the rows that a mixed step computes for so many decodes."""
-        return next(size for size in self._padded_sizes if size >= decodes)
+        padded = next(size for size in self._padded_sizes if size >= decodes)
+        # Padding takes at most half of what prompts would have; else the step is not captured.
+        return padded if 2 * (padded - decodes) <= self._token_budget - decodes else decodes
+
+    def check_device(self) -> None:
+        """Raise where the context is lost: every later call of this process would fail."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def prepare(self, step: Step, blocks: BlockManager) -> PreparedDeviceStep:
         """Turn a step into index arrays; reads scheduler state: the engine's thread runs it."""

@@ -10,10 +10,17 @@ import numpy as np
 import structlog
 import torch
 
-from tailrace.engine.cuda_runner import CudaRunner, allocate_kv, kv_bytes_per_token
+from tailrace.engine.cuda_runner import (
+    CudaRunner,
+    Frame,
+    allocate_kv,
+    graph_buckets,
+    kv_bytes_per_token,
+    mixed_frames,
+)
 from tailrace.engine.device_sampler import DeviceSampler
 from tailrace.errors import ConfigError
-from tailrace.kernels.attention_shapes import prefill_shape
+from tailrace.kernels.attention_shapes import decode_shape, prefill_shape
 from tailrace.kernels.paged_attention.device_batch import DeviceBatch, cut_tiles
 from tailrace.kernels.triton_kernels import TritonKernels
 from tailrace.models.loader import load_model
@@ -26,8 +33,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("tailrace.engine")
 
-_GRAPH_BYTES = 1 << 30
-"""Kept free for the graphs' memory pool and cuBLAS's workspaces; seen: 0.4 GiB."""
+_GRAPH_BYTES = 512 << 20
+"""Kept free for the graphs themselves and cuBLAS's workspaces."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ class MemoryPlan:
     activations: int
     """The peak of the largest step, measured."""
     overhead: int
-    """CUDA's context, and what is kept for graphs."""
+    """CUDA's context, graphs with the activations and logits they keep, the decode scratch."""
     kv: int
 
     def describe(self) -> str:
@@ -149,9 +156,27 @@ def plan_memory(
     allowed = int(total * config.gpu_memory_utilization)
     # CUDA's own context: what the driver counts for a process and torch does not; other
     # processes' memory cannot be told from it, so it is taken at a fixed figure.
-    overhead = (600 << 20) + _GRAPH_BYTES
-    kv = min(allowed - weights - activations - overhead, free - activations - _GRAPH_BYTES)
+    later = _GRAPH_BYTES + later_bytes(config, model, kernels, token_budget, context) + activations
+    overhead = (600 << 20) + later
+    kv = min(allowed - weights - activations - overhead, free - activations - later)
     return MemoryPlan(total, allowed, weights, activations, overhead, max(kv, 0))
+
+
+def later_bytes(
+    config: EngineConfig,
+    model: CausalLM,
+    kernels: TritonKernels,
+    token_budget: int,
+    context: int,
+) -> int:
+    """Return what is allocated after the plan: each graph's logits, and the decode scratch."""
+    shape, slots = model.config, config.max_batch_size
+    block_m = prefill_shape(shape.head_dim, context, kernels.capability).block_m
+    frames = [*map(Frame, graph_buckets(slots)), *mixed_frames(slots, token_budget, block_m)]
+    rows = sum(frame.decodes + frame.prompts for frame in frames)
+    splits = -(-context // decode_shape(shape.head_dim, kernels.capability).split)
+    scratch = slots * shape.num_heads * splits * (shape.head_dim + 1) * 4
+    return rows * shape.vocab_size * kernels.dtype.itemsize + scratch
 
 
 @torch.inference_mode()

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from tailrace.types import SamplingParams, TokenLogprobs
 
-MOST_EDITS = 8192
-"""Logits that the rows of one step may change by bias or mask; beyond it, rows fail."""
+MOST_EDITS = 2048 + 64
+"""Logits that a row may change: the front end's 1024 biases and 1024 stop ids, and EOS ids."""
 NO_TOKEN = {
     NOT_FINITE: "the model's logits are not finite",
     NOTHING_LEFT: "no token can be drawn: logit_bias, min_tokens and penalties left none",
@@ -100,7 +100,7 @@ class DeviceSampler:
         self._device = device
         self._scratch = SamplingScratch.allocate(num_slots, vocab_size, device)
         self._history = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
-        self._staging = Staging(24 * (num_slots + 32) + 2 * MOST_EDITS + 1024, device)
+        self._staging = Staging(24 * (num_slots + 32) + 2 * num_slots * MOST_EDITS + 1024, device)
 
     @torch.inference_mode()
     def admit(
@@ -207,10 +207,8 @@ class DeviceSampler:
         columns = _Columns()
         for row, state in enumerate(states):
             edits = [] if row in errors else state.edits()
-            if len(columns.edits) + len(edits) > MOST_EDITS:
-                errors[row] = (
-                    f"logit_bias and min_tokens change more than {MOST_EDITS} logits in this step"
-                )
+            if len(edits) > MOST_EDITS:
+                errors[row] = f"logit_bias and min_tokens change more than {MOST_EDITS} logits"
                 edits = []
             columns.edits += edits
             columns.edit_starts.append(len(columns.edits))

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("tailrace.engine")
 
+_RESERVED_SHARE = 4
+"""One part in so many of the pool may be leased to requests that are still arriving."""
+
 
 class Executed(Protocol):
     """A step that ran, or will have."""
@@ -50,6 +53,10 @@ class StepRunner(Protocol):
 
     def prepare(self, step: Step, blocks: BlockManager) -> Any:
         """Turn a step into the runner's input, without waiting for a result."""
+        ...
+
+    def check_device(self) -> None:
+        """Raise where no further step can succeed in this process."""
         ...
 
     def execute(self, prepared: Any) -> Executed:
@@ -131,10 +138,19 @@ class Engine:
         return None
 
     def reserve(self, wish: ReserveKv) -> None:
-        """Lease KV for a request that is still arriving; a second wish of an id does nothing."""
-        request_id = wish.request_id
-        if request_id not in self._sequences and request_id not in self._reserved:
-            self.scheduler.blocks.reserve(request_id, wish.num_tokens)
+        """Lease KV for a request that is still arriving; a second wish of an id does nothing.
+
+        A wish, no right: it does not overtake who is waiting, and all leases of requests that may
+        never come leave three quarters of the pool to those that have.
+        """
+        self._expire_reservations()
+        request_id, blocks = wish.request_id, self.scheduler.blocks
+        if request_id in self._sequences or request_id in self._reserved or self.scheduler.waiting:
+            return
+        room = blocks.num_units // _RESERVED_SHARE - blocks.reserved_units
+        tokens = min(wish.num_tokens, self.context_length, room * blocks.unit_tokens)
+        if tokens > 0:
+            blocks.reserve(request_id, tokens)
             self._reserved[request_id] = self._clock() + wish.lifetime_s
 
     def abort(self, request_ids: Iterable[str]) -> list[TokenOutput]:
@@ -188,6 +204,7 @@ class Engine:
 
     def inspect_kv(self) -> KvReport:
         """Check the KV pool and describe it; takes time in its size."""
+        self._expire_reservations()
         blocks = self.scheduler.blocks
         try:
             blocks.check_integrity()
@@ -254,6 +271,7 @@ class Engine:
         try:
             result = in_flight.result.result().wait()
         except Exception as error:  # noqa: BLE001 -- whatever it was, only this step's requests fail
+            self.runner.check_device()  # but where the device is lost: only a new process helps
             return self._fail_step(in_flight.step, error)
         now = self._clock()
         self._account(in_flight, now)

@@ -114,6 +114,9 @@ class Runner:
         """Return as many: a CPU computes what is asked for, and no more."""
         return decodes
 
+    def check_device(self) -> None:
+        """A CPU is not lost."""
+
     def prepare(self, step: Step, blocks: BlockManager) -> PreparedStep:
         """Turn a step into tensors; reads scheduler state, so it runs on the engine's thread."""
         chunks = step.chunks

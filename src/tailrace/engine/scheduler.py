@@ -288,18 +288,19 @@ class Scheduler:
         blocks = self.blocks
         expected = sequence.num_prompt + sequence.expected_output
         unclaimed = blocks.unclaimed_units + blocks.reserved_for(sequence.request_id)
-        if blocks.units_for(expected) <= unclaimed:
+        # What was reserved for this one may be lent out: promised is not there.
+        if blocks.units_for(expected) <= min(unclaimed, blocks.available_units):
             return True
         # What running sequences hold of its prefix costs nothing; looked up only where it matters.
         tokens, salt = sequence.token_ids, sequence.cache_salt
         now = blocks.demand(tokens, salt, sequence.length + 1)
         later = blocks.units_for(expected) - blocks.units_for(sequence.length + 1)
-        if not self.running:
-            return now <= blocks.available_units
-        if now > blocks.available_units or sequence.preemptions:
-            return now + later <= unclaimed
-        if now + later <= unclaimed:
+        if now > blocks.available_units:
+            return False
+        if not self.running or now + later <= unclaimed:
             return True
+        if sequence.preemptions:
+            return False
         others = blocks.reserved_units - blocks.reserved_for(sequence.request_id)
         peak = self._forecast((now, sequence.expected_output))
         return peak + others <= self._usable_units

@@ -237,6 +237,38 @@ def test_a_gpu_that_stays_full_is_an_error_after_the_block(tmp_path, monkeypatch
         asyncio.run(go(2**32))
 
 
+def test_a_gpu_that_the_server_does_not_see_is_somebody_elses(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_module, "FREE_TIMEOUT_S", 0.0)
+    used = {0: 2**30, 1: 2**30}
+
+    class Gpus:
+        def read(self):
+            return [SimpleNamespace(index=i, memory_used_bytes=b) for i, b in used.items()]
+
+    async def go(index: int):
+        used.update({0: 2**30, 1: 2**30})
+        env = {"CUDA_VISIBLE_DEVICES": "1"}
+        async with start(spec(env=env), tmp_path / "log", gpus=Gpus()):
+            used[index] = 2**33
+
+    asyncio.run(go(0))
+    with pytest.raises(EngineError, match="GPU 1 still holds"):
+        asyncio.run(go(1))
+
+
+def test_one_death_is_one_lack_of_memory_however_often_it_says_so(tmp_path):
+    text = "print('CUDA out of memory\\n' * 5); raise SystemExit(1)"
+    server = start(script(text), tmp_path / "log")
+
+    async def go():
+        async with server:
+            pytest.fail("the block must not run")
+
+    with pytest.raises(EngineError, match="out of memory by its own words"):
+        asyncio.run(go())
+    assert server.out_of_memory == 1
+
+
 def test_a_port_that_is_taken_is_an_error_before_the_start(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         url = f"http://127.0.0.1:{other.getsockname()[1]}"

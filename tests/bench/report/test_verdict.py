@@ -111,6 +111,15 @@ def test_deaths_and_invalid_trials_are_said_before_any_figure(changed):
     assert "llamacpp died once" in said
 
 
+def test_a_stay_that_was_lost_is_said_before_any_figure(changed):
+    def change(comparison):
+        comparison.contenders[0].cautions = ["not measured to the end in pair 2: gone"]
+
+    assert any(
+        "not measured to the end in pair 2: gone" in text for text in cautions(changed(change))
+    )
+
+
 def test_limits_are_written_in_the_units_people_use():
     limits = [read_limit(text) for text in ("p95_ttft=2", "p99.9_itl=0.25", "p99_e2e=30")]
     assert limits_in_words(limits) == (

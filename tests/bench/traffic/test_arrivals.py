@@ -92,3 +92,16 @@ def test_arrivals_of_any_curve_grow_and_depend_on_the_seed_alone(rates, is_ramp,
     assert once == again
     assert all(a <= b for a, b in itertools.pairwise(once))
     assert len(once) == 50
+
+
+def test_a_curve_that_is_0_for_a_whole_trial_cannot_be_scaled():
+    with pytest.raises(ConfigError, match=r"0 for the whole 60 s"):
+        read_curve("0:0,60:5", is_ramp=False).scaled_to(2.0, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("is_ramp", "end_s", "peak_rps"),
+    [(True, 5.0, 2.0), (True, 20.0, 3.0), (False, 10.0, 1.0), (False, 10.5, 3.0)],
+)
+def test_the_peak_of_a_curve_is_that_of_its_part(is_ramp, end_s, peak_rps):
+    assert read_curve("0:1,10:3,30:0", is_ramp=is_ramp).peak_rps(end_s) == peak_rps

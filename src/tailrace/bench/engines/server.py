@@ -98,7 +98,7 @@ class EngineServer:
         context_tokens: Most tokens of one request, where only its own routes tell.
         ready_s: From process start to ready, one for each start; empty where it is not ours.
         restarts: How often it was started again after it had died by itself.
-        out_of_memory: Kills and log lines that say so, over all starts.
+        out_of_memory: The kernel's kills, or one where only its log says so, over all starts.
         log_file: What it printed.
     """
 
@@ -362,7 +362,8 @@ class EngineServer:
                 await asyncio.shield(asyncio.to_thread(tree.kill))
             elif await asyncio.shield(asyncio.to_thread(tree.stop, grace_s)) is None:
                 self._tell(f"{self.spec.name}: killed, {grace_s:g} s after SIGTERM")
-            self.out_of_memory += self._memory_kills() + self._memory_lines()
+            # A death says so in many lines, and is one all the same.
+            self.out_of_memory += self._memory_kills() or int(self._memory_lines() > 0)
         self._endpoint = None
         self._source = None
 
@@ -385,8 +386,14 @@ class EngineServer:
         return ""
 
     def _gpu_bytes(self) -> dict[int, int]:
-        readings = self._gpus.read()
-        return {r.index: r.memory_used_bytes for r in readings if r.memory_used_bytes is not None}
+        """Return what is taken of each GPU that the server sees: the others are not its own."""
+        visible = _visible_devices(self.adapter.environment())
+        return {
+            reading.index: reading.memory_used_bytes
+            for reading in self._gpus.read()
+            if reading.memory_used_bytes is not None
+            and (visible is None or reading.index in visible)
+        }
 
     # Death and memory
 

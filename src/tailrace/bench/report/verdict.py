@@ -99,6 +99,7 @@ def _died(platform: PlatformFindings) -> Iterable[str]:
                 f"{contender.name} died {times(contender.restarts)} in a trial and was started "
                 f"again; it ran out of memory {times(contender.out_of_memory)}."
             )
+        yield from (f"{contender.name}: {caution}" for caution in contender.cautions)
 
 
 def times(count: int) -> str:

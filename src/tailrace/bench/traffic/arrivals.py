@@ -55,8 +55,18 @@ class RateCurve:
     """Straight lines from point to point, instead of steps."""
 
     def scaled_to(self, rate_rps: float, duration_s: float) -> RateCurve:
-        """Return the same shape with the mean `rate_rps` over `duration_s`."""
-        factor = rate_rps * duration_s / self.area(duration_s)
+        """Return the same shape with the mean `rate_rps` over `duration_s`.
+
+        Raises:
+            ConfigError: The rate is 0 for so long, and no factor changes that.
+        """
+        area = self.area(duration_s)
+        if area <= 0:
+            raise ConfigError(
+                f"rates: 0 for the whole {duration_s:g} s of a trial, so they cannot come to "
+                f"{rate_rps:g}/s; give a longer trial, or rates that begin earlier"
+            )
+        factor = rate_rps * duration_s / area
         return RateCurve(tuple((at, rate * factor) for at, rate in self.points), self.is_ramp)
 
     def area(self, end_s: float) -> float:
@@ -68,6 +78,14 @@ class RateCurve:
                 break
             total += rate * span_s + slope * span_s**2 / 2
         return total
+
+    def peak_rps(self, end_s: float) -> float:
+        """Return the highest rate before `end_s`."""
+        pieces = itertools.takewhile(lambda piece: piece[0] < end_s, self._pieces())
+        return max(
+            max(rate, rate + slope * (min(stop_s, end_s) - start_s))
+            for start_s, stop_s, rate, slope in pieces
+        )
 
     def arrivals(self, rng: random.Random) -> Iterator[float]:
         """Yield arrivals, Poisson at the curve's rate; they end where the rate stays at 0."""

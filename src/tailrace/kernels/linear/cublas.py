@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
 
 class CublasLinear:
-    """x @ weight.T + bias, summed in float32.
+    """x @ weight.T + bias.
+
+    Sums are float32, but for parts of a split sum where torch lets cuBLAS add them in half
+    precision
+    (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`).
 
     Args:
         weight_OI: Any dtype and device.
