@@ -391,11 +391,11 @@ def test_a_request_finds_its_own_lease_where_there_is_no_other_room():
 
 
 def test_a_lease_that_is_lent_out_is_no_room_until_it_comes_back():
-    bench = make_bench(num_blocks=16, surprised=True)
+    bench = make_bench(num_blocks=8, surprised=True)
     # r-0 outgrows what was expected of it, into what r-1's lease promises.
     bench.engine.reserve(ReserveKv("r-1", 32, 5.0))
-    assert bench.blocks.reserved_units == 4
-    bench.engine.add(request("r-0", [1] * 60, 60))
+    assert bench.blocks.reserved_units == 2
+    bench.engine.add(request("r-0", [1] * 8, 54))
     for _ in range(60):
         if not bench.blocks.available_units:
             break
