@@ -6,18 +6,17 @@ so that a slow terminal never delays a request.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from tailrace.bench.drawing import Drawing
 from tailrace.bench.progress import seconds
 from tailrace.bench.stats import distribution, e2e_s, ttft_s
 from tailrace.clock import Clock, monotonic
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from tailrace.bench.stats import Distribution
 
 LINE_INTERVAL_S = 15.0
-REFRESH_PER_S = 2
 SAMPLE = 2000
 """Percentiles so far are those of the latest so many requests, to stay cheap."""
 
@@ -85,23 +83,13 @@ class ComparisonProgress:
         self._state = state
         self._console = console
         self._clock = clock
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._live: Live | None = None
+        self._drawing = Drawing(
+            console, panel=self.panel, line=self._print_line, line_interval_s=LINE_INTERVAL_S
+        )
 
     def __enter__(self) -> Self:
         """Start drawing."""
-        if self._console.is_terminal:
-            self._live = Live(
-                get_renderable=self.panel,
-                console=self._console,
-                refresh_per_second=REFRESH_PER_S,
-                transient=True,
-            )
-            self._live.start()
-        else:
-            self._thread = threading.Thread(target=self._print_lines, daemon=True)
-            self._thread.start()
+        self._drawing.__enter__()
         return self
 
     def __exit__(
@@ -111,11 +99,7 @@ class ComparisonProgress:
         trace: TracebackType | None,
     ) -> None:
         """Stop drawing."""
-        self._stop.set()
-        if self._live is not None:
-            self._live.stop()
-        if self._thread is not None:
-            self._thread.join()
+        self._drawing.__exit__(kind, error, trace)
 
     def activity(self, text: str) -> None:
         """Say what goes on between trials: on a terminal, where it is drawn over."""
@@ -125,7 +109,7 @@ class ComparisonProgress:
     def tell(self, text: str) -> None:
         """Say what takes a while: as `activity`, and as a line of its own elsewhere."""
         self.activity(text)
-        if self._live is None and text != self._state.last_line:
+        if not self._drawing.is_live and text != self._state.last_line:
             self._state.last_line = text
             self._print(text)
 
@@ -204,10 +188,9 @@ class ComparisonProgress:
             return f"stay {self._state.stages_done + 1} of {self._state.stages}"
         return f"about {left_s / 60:.0f} min left" if left_s > 90 else f"about {left_s:.0f} s left"
 
-    def _print_lines(self) -> None:
-        while not self._stop.wait(LINE_INTERVAL_S):
-            if self._state.load is not None:
-                self._print(self.line())
+    def _print_line(self) -> None:
+        if self._state.load is not None:
+            self._print(self.line())
 
     def _print(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True, markup=False)

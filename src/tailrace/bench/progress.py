@@ -1,21 +1,19 @@
 """A run while it goes on: a panel on a terminal, plain lines elsewhere.
 
-Drawing happens in a thread of its own, so that a slow terminal never delays a request. The
-thread only reads; lists grow at their end, so what it sees is at most a moment old.
+The drawing's thread only reads; lists grow at their end, so what it sees is at most a moment old.
 """
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from tailrace.bench.drawing import Drawing
 from tailrace.bench.load import LoadState
 from tailrace.bench.stats import distribution, e2e_s, tpot_s, ttft_s
 
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     from tailrace.clock import Clock
 
 LINE_INTERVAL_S = 5.0
-REFRESH_PER_S = 2
 SAMPLE = 2000
 """Percentiles so far are those of the latest so many requests, to stay cheap."""
 _NOTHING = LoadState(total=0)
@@ -70,23 +67,13 @@ class Progress:
         self._clock = clock
         self._console = console
         self._title = title
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._live: Live | None = None
+        self._drawing = Drawing(
+            console, panel=self._panel, line=self._print_line, line_interval_s=LINE_INTERVAL_S
+        )
 
     def __enter__(self) -> Self:
         """Start drawing."""
-        if self._console.is_terminal:
-            self._live = Live(
-                get_renderable=self._panel,
-                console=self._console,
-                refresh_per_second=REFRESH_PER_S,
-                transient=True,
-            )
-            self._live.start()
-        else:
-            self._thread = threading.Thread(target=self._print_lines, daemon=True)
-            self._thread.start()
+        self._drawing.__enter__()
         return self
 
     def __exit__(
@@ -95,13 +82,10 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop drawing."""
-        self._stop.set()
-        if self._live is not None:
-            self._live.stop()
-        if self._thread is not None:
-            self._thread.join()
-            self._console.print(self.line(), highlight=False, soft_wrap=True)
+        """Stop drawing; where lines were printed, the last says how it ended."""
+        self._drawing.__exit__(kind, error, trace)
+        if not self._drawing.is_live:
+            self._print_line()
 
     def line(self) -> str:
         """Return the run's state in one line."""
@@ -113,9 +97,8 @@ class Progress:
             f"TTFT p50 {seconds(ttft.at(50))} p95 {seconds(ttft.at(95))}  {self._left()}"
         )
 
-    def _print_lines(self) -> None:
-        while not self._stop.wait(LINE_INTERVAL_S):
-            self._console.print(self.line(), highlight=False, soft_wrap=True)
+    def _print_line(self) -> None:
+        self._console.print(self.line(), highlight=False, soft_wrap=True)
 
     def _panel(self) -> RenderableType:
         state = self._state
