@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from tailrace.errors import EngineError
+from tailrace.kernels.sampling.reference import uniform
 from tailrace.types import TokenLogprobs
 
 if TYPE_CHECKING:
@@ -46,7 +47,6 @@ _CANDIDATES = 256
 _MORE_CANDIDATES = 4096
 # Tokens per partial sum of the draw. The vocabularies of Llama 3, Qwen and SmolLM2 are multiples.
 _SPAN = 128
-_MASK64 = (1 << 64) - 1
 
 
 @dataclass
@@ -255,23 +255,6 @@ def blocked_ids(params: SamplingParams, eos_token_ids: Sequence[int], vocab_size
     """Return what may not be drawn before `min_tokens` are out."""
     # An id outside the vocabulary can never be drawn, so it needs no mask.
     return sorted(i for i in {*eos_token_ids, *params.stop_token_ids} if 0 <= i < vocab_size)
-
-
-def uniform(seed: int, position: int) -> float:
-    """Return a number in [0, 1) that depends on its arguments alone.
-
-    SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014):
-    the seed is mixed once, so that neighbouring seeds start far apart, and the position counts
-    steps of the golden-ratio increment from there. The top 53 bits make the float.
-    """
-    start = _mix(seed & _MASK64)
-    return (_mix((start + (position + 1) * 0x9E3779B97F4A7C15) & _MASK64) >> 11) / (1 << 53)
-
-
-def _mix(value: int) -> int:
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return value ^ (value >> 31)
 
 
 def _broken_rows(logits: Tensor) -> dict[int, str]:

@@ -105,7 +105,8 @@ def uniform(seed: int, position: int) -> float:
     """Return a number in [0, 1) that depends on its arguments alone.
 
     SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014):
-    the seed is mixed once, and the position counts steps from there.
+    the seed is mixed once, so that neighbouring seeds start far apart, and the position counts
+    steps of the golden-ratio increment from there. The top 53 bits make the float.
     """
     start = _mix(seed & _MASK64)
     return (_mix((start + (position + 1) * 0x9E3779B97F4A7C15) & _MASK64) >> 11) / (1 << 53)
