@@ -4,14 +4,15 @@
         --cell longdoc:c128:100 --cell chat70:c50:25 --out DIR
 
 Both servers are started with dummy weights and less than half of the memory each, prefix caches
-off, and stay up; every cell is then measured A B A (or A B A B with --rounds 2): the first arm
-comes again last, as a check for drift. Requests are of exact lengths, the same for both, and greedy
-unless --temperature says otherwise.
+off unless --prefix-cache, and stay up; every cell is then measured A B A: the first arm comes again
+last, as a check for drift. Requests are of exact lengths, the same for both, and greedy unless
+--temperature says otherwise. The servers' metrics and the GPU's (NVML) are read beside every trial.
 
-A cell is TRAFFIC:cUSERS:SECONDS (closed loop, no thinking) or TRAFFIC:rRATE:SECONDS (Poisson).
-Counted is a window: from the moment when as many requests have ended as there are users (in an
-open loop, from a fifth of the time) to the last arrival; ramp and drain are left out. Requests
-count that end in it, gaps between tokens that end in it.
+A cell is TRAFFIC:cUSERS:SECONDS[:ARMS] (closed loop, no thinking) or TRAFFIC:rRATE:SECONDS[:ARMS]
+(Poisson); ARMS is a row of A (ours) and B (the peer). `again-longdoc` draws its requests with
+replacement from 1000 prompts. Counted is a window: from the moment when as many requests have ended
+as there are users (in an open loop, from a fifth of the time) to the last arrival; ramp and drain
+are left out. Requests count that end in it, gaps between tokens that end in it.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
+import random
 import shlex
 import statistics
 import sys
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from tailrace.bench.run import Run
 
 SHARE = 0.45
+AGAIN, DISTINCT = "again-", 1000
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,11 @@ class Cell:
 
     @property
     def source(self) -> str:
-        return self.text.split(":")[0]
+        return self.text.split(":")[0].removeprefix(AGAIN)
+
+    @property
+    def is_again(self) -> bool:
+        return self.text.startswith(AGAIN)
 
     @property
     def users(self) -> int:
@@ -66,6 +74,13 @@ class Cell:
     def seconds(self) -> float:
         return float(self.text.split(":")[2])
 
+    def arms(self, names: list[str]) -> list[str]:
+        """Return who is measured, in order."""
+        if len(names) == 1:
+            return names
+        letters = (*self.text.split(":"), "ABA")[3]
+        return [names["AB".index(letter)] for letter in letters]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -75,7 +90,9 @@ def main() -> None:
     parser.add_argument("--gpu", default="0", help="Empty: the CPU, to try the script itself.")
     parser.add_argument("--arguments", default="", help="Added to `tailrace serve`.")
     parser.add_argument("--cell", action="append", required=True)
-    parser.add_argument("--rounds", type=int, default=1, help="2: A B A B; 1: A B A.")
+    parser.add_argument(
+        "--prefix-cache", action="store_true", help="Ours on; the peer's is its command's affair."
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--most-requests", type=int, default=1000)
     parser.add_argument("--out", type=Path, default=Path("gpu-serving"))
@@ -86,19 +103,22 @@ def specs(arguments: argparse.Namespace) -> list[EngineSpec]:
     own = [
         sys.executable, "-m", "tailrace", "serve", "--host", "{host}", "--port", "{port}",
         "--model-path", str(arguments.model), "--load-format", "dummy",
-        "--max-batch-size", "128", "--context-length", "8192", "--no-prefix-cache",
-        "--served-model-name", "m",
+        "--max-batch-size", "128", "--context-length", "8192", "--served-model-name", "m",
         *shlex.split(arguments.arguments),
     ]  # fmt: skip
+    cache = bool(arguments.prefix_cache)
+    if not cache:
+        own.append("--no-prefix-cache")
     if arguments.gpu:
         own += ["--gpus", arguments.gpu, "--gpu-memory-utilization", str(SHARE)]
-    found = [EngineSpec(name="tailrace", kind="tailrace", command=tuple(own), prefix_cache=False)]
+    found = [EngineSpec(name="tailrace", kind="tailrace", command=tuple(own), prefix_cache=cache)]
     if arguments.peer != "none":
         found.append(
             EngineSpec(
                 name=arguments.peer,
                 kind=arguments.peer,
                 command=tuple(shlex.split(arguments.peer_command)),
+                prefix_cache=cache,
             )
         )
     return found
@@ -116,14 +136,15 @@ async def measure(arguments: argparse.Namespace) -> None:
             await stack.enter_async_context(server)
             print(f"{spec.name}: ready after {server.ready_s[-1]:.1f} s", flush=True)
             target = await inspect(server.endpoint, None)
-            servers[spec.name] = Server(server.endpoint, target, server.extra_body)
+            servers[spec.name] = Server(
+                server.endpoint, target, server.extra_body, server.monitor()
+            )
         names = list(servers)
-        order = names * 2 if arguments.rounds == 2 else [*names, names[0]]
         await warm(servers, maker, arguments)
         for text in arguments.cell:
             cell = Cell(text)
             work = await make_work(cell, maker, arguments.most_requests)
-            for turn, name in enumerate(order if len(names) > 1 else names):
+            for turn, name in enumerate(cell.arms(names)):
                 folder = arguments.out / f"{text.replace(':', '-')}-{turn}-{name}"
                 run = await run_trial(
                     servers[name], work, folder, options(arguments), stop=asyncio.Event()
@@ -164,7 +185,22 @@ async def make_work(cell: Cell, maker: PromptMaker, most: int) -> Work:
     else:
         workload, rate = Workload(source=cell.source), cell.rate_rps
     schedule = build(workload, rate_rps=rate, duration_s=cell.seconds, max_requests=most, seed=7)
-    return Work(schedule, await maker.make_all(schedule), users=cell.users)
+    if not cell.is_again:
+        return Work(schedule, await maker.make_all(schedule), users=cell.users)
+    # The lengths of the first requests are those of the prompts to draw from.
+    kinds = schedule.arrivals[:DISTINCT]
+    prompts = await maker.make_all(replace(schedule, arrivals=kinds))
+    draw = random.Random(3)
+    drawn = [draw.randrange(len(kinds)) for _ in schedule.arrivals]
+    arrivals = [
+        replace(arrival, input_tokens=kinds[index].input_tokens)
+        for arrival, index in zip(schedule.arrivals, drawn, strict=True)
+    ]
+    return Work(
+        replace(schedule, arrivals=type(schedule.arrivals)(arrivals)),
+        [prompts[index] for index in drawn],
+        users=cell.users,
+    )
 
 
 def figures(cell: Cell, name: str, run: Run) -> dict[str, Any]:
@@ -195,7 +231,31 @@ def figures(cell: Cell, name: str, run: Run) -> dict[str, Any]:
         "tpot": points([tpot_s(r) for r in counted]),
         "e2e": points([e2e_s(r) for r in counted]),
         "itl": points(gaps),
+        "machine": machine(run),
     }
+
+
+def machine(run: Run) -> dict[str, float]:
+    """Return what server and GPU told of themselves over the trial."""
+    server, gpu = run.scrapes.get("server"), run.scrapes.get("gpu")
+    found: dict[str, float] = {}
+    for scrape, name, fold in (
+        (gpu, "gpu0_utilisation", statistics.fmean),
+        (gpu, "gpu0_power_w", statistics.fmean),
+        (gpu, "gpu0_memory_bytes", max),
+        (server, "running", max),
+        (server, "waiting", max),
+        (server, "kv_usage", max),
+        (server, "preemptions_total", max),
+        (server, "prefix_hits_total", max),
+        (server, "generation_tokens_total", max),
+    ):
+        values = [] if scrape is None else scrape.values.get(name, [])
+        known = [value for value in values if not math.isnan(value)]
+        if known:
+            found[name] = fold(known)
+    found["readings"] = sum(len(scrape.at_s) for scrape in run.scrapes.values())
+    return found
 
 
 def points(values: list[Any]) -> dict[str, float]:
@@ -219,6 +279,8 @@ def line(row: dict[str, Any]) -> str:
         f"tpot p50/p95 {ms('tpot', 'p50', 'p95')} ms | "
         f"itl p50/p95/p99/max {ms('itl', 'p50', 'p95', 'p99', 'max')} ms | e2e {seconds('e2e')} s"
     )
+    told = row["machine"]
+    text += " |" + "".join(f" {name} {value:.4g}" for name, value in told.items())
     if row["failed"] or row["invalid"]:
         text += f" | failed {row['failed']}; {'; '.join(row['invalid'])}"
     return text
