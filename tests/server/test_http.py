@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tailrace.config import ServerConfig
 from tailrace.errors import RequestError
-from tailrace.server.http import DROP_EXTENSION, Request, error_body
+from tailrace.server.http import DROP_EXTENSION, Request
 
 
 class Exchange:
@@ -93,28 +93,6 @@ def test_a_stream_is_events_that_no_proxy_holds_back():
     assert exchange.headers[b"x-accel-buffering"] == b"no"
     assert exchange.body == b"data: 1\n\ndata: 2\n\n"
     assert [m.get("more_body", False) for m in exchange.sent[1:]] == [True, False]
-
-
-@pytest.mark.parametrize(
-    ("status", "kind", "code"),
-    [
-        (400, "invalid_request_error", "bad_request"),
-        (401, "authentication_error", "unauthorized"),
-        (404, "not_found_error", "not_found"),
-        (408, "invalid_request_error", "request_timeout"),
-        (429, "rate_limit_error", "too_many_requests"),
-        (500, "server_error", "internal_server_error"),
-        (503, "server_error", "service_unavailable"),
-    ],
-)
-def test_errors_have_openais_shape(status, kind, code):
-    described = json.loads(error_body(RequestError("what", param="p", status=status)))
-    assert described == {"error": {"message": "what", "type": kind, "param": "p", "code": code}}
-
-
-def test_an_errors_own_code_wins():
-    error = RequestError("what", code="context_length_exceeded")
-    assert json.loads(error_body(error))["error"]["code"] == "context_length_exceeded"
 
 
 @given(st.floats(0, 100))

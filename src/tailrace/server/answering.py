@@ -20,7 +20,6 @@ import structlog
 from tailrace.errors import RequestError, TailraceError
 from tailrace.server.emitter import Channel, Emitter
 from tailrace.server.generation import Generation
-from tailrace.server.http import error_body
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
@@ -54,6 +53,10 @@ class Format(Protocol):
 
     def closing(self, generation: Generation) -> bytes:
         """Return what a stream ends with."""
+        ...
+
+    def failure(self, error: RequestError) -> bytes:
+        """Return what a stream ends with once it has failed."""
         ...
 
     def whole(self, pieces: list[Piece], generation: Generation) -> bytes:
@@ -231,7 +234,7 @@ async def _write(
         await feed.ended
     except RequestError as error:
         generation.close("error")
-        await request.finish(b"data: " + error_body(error) + b"\n\n")
+        await request.finish(form.failure(error))
     else:
         generation.close()
         await request.finish(form.closing(generation))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from tailrace.errors import RequestError
 from tailrace.server import ingest
+from tailrace.server.error_bodies import anthropic_error, openai_error, speaks_anthropic
 
 if TYPE_CHECKING:
     from tailrace.config import ServerConfig
@@ -53,7 +53,10 @@ class Request:
         self.request_id = _request_id(self.headers.get("x-request-id"))
         self.is_answered = False
         self._has_body = False
-        self._extra_headers: list[Header] = [(b"x-request-id", self.request_id.encode("latin-1"))]
+        header_id = self.request_id.encode("latin-1")
+        self._extra_headers: list[Header] = [(b"x-request-id", header_id)]
+        if speaks_anthropic(self.path):  # whose clients read it there
+            self._extra_headers.append((b"request-id", header_id))
         extensions = scope.get("extensions", {})
         self._drop: Callable[[], None] | None = extensions.get(DROP_EXTENSION, {}).get("call")
         self._is_free: Callable[[], bool] = extensions.get(FREE_EXTENSION, {}).get("call", _never)
@@ -133,11 +136,16 @@ class Request:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def send_error(self, error: RequestError) -> None:
-        """Answer with an error in OpenAI's shape."""
+        """Answer with an error, in the shape that the path's clients expect."""
         if error.retry_after_s is not None:
             # Whole seconds, rounded up: a client that obeys is not too early.
             self.add_header(b"retry-after", str(max(1, int(error.retry_after_s + 0.999))).encode())
-        await self.send_json_bytes(error.status, error_body(error))
+        data = (
+            anthropic_error(error, self.request_id)
+            if speaks_anthropic(self.path)
+            else openai_error(error)
+        )
+        await self.send_json_bytes(error.status, data)
 
     async def start_stream(self) -> None:
         """Begin an answer of server-sent events."""
@@ -201,22 +209,6 @@ def _run_now(sending: Coroutine[Any, Any, None]) -> None:
         return
     sending.close()
     raise RuntimeError("a send that was to be done at once has to wait")
-
-
-def error_body(error: RequestError) -> bytes:
-    """Return OpenAI's JSON for an error."""
-    described = {
-        "message": error.message,
-        "type": _error_type(error.status),
-        "param": error.param,
-        "code": error.code or HTTPStatus(error.status).phrase.lower().replace(" ", "_"),
-    }
-    return msgspec.json.encode({"error": described})
-
-
-def _error_type(status: int) -> str:
-    named = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-    return named.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
 def _request_id(given: str | None) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import UNSET
 
+from tailrace.server.error_bodies import openai_error
 from tailrace.server.logprobs import CompletionScores, chat_logprobs, joined, prompt_logprobs
 from tailrace.server.protocol import (
     Answer,
@@ -29,6 +30,7 @@ from tailrace.server.protocol import (
 if TYPE_CHECKING:
     from msgspec import UnsetType
 
+    from tailrace.errors import RequestError
     from tailrace.server.choice import Piece
     from tailrace.server.generation import Generation, Job
     from tailrace.text.tokenizer import Tokenizer
@@ -40,6 +42,11 @@ DONE = b"data: [DONE]\n\n"
 def event(value: Any) -> bytes:
     """Return a server-sent event that holds `value` as JSON."""
     return b"data: " + _ENCODER.encode(value) + b"\n\n"
+
+
+def error_event(error: RequestError) -> bytes:
+    """Return a server-sent event that holds an error."""
+    return b"data: " + openai_error(error) + b"\n\n"
 
 
 def json_bytes(value: Any) -> bytes:
@@ -82,6 +89,10 @@ class OpenAIFormat:
         chunk = self.envelope(kind, [])
         chunk.usage = generation.usage()
         return event(chunk) + DONE
+
+    def failure(self, error: RequestError) -> bytes:
+        """Return a failed stream's end."""
+        return error_event(error)
 
     def begins(self, index: int) -> bool:
         """Say whether this is the choice's first piece; True once."""

@@ -20,7 +20,7 @@ from tailrace.server.admission import check_model, check_open
 from tailrace.server.answering import answer
 from tailrace.server.early_encoding import early_prompt
 from tailrace.server.generation import Job
-from tailrace.server.openai_format import DONE, event, json_bytes
+from tailrace.server.openai_format import DONE, error_event, event, json_bytes
 from tailrace.server.prompts import encode_prompts
 from tailrace.server.protocol import (
     GenerateAnswer,
@@ -82,6 +82,10 @@ class GenerateFormat:
     def closing(self, generation: Generation) -> bytes:  # noqa: ARG002 -- as every Format
         """Return the stream's last event."""
         return DONE
+
+    def failure(self, error: RequestError) -> bytes:
+        """Return a failed stream's end."""
+        return error_event(error)
 
     def whole(self, pieces: list[Piece], generation: Generation) -> bytes:
         """Return text, usage and where the time went."""

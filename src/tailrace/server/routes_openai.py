@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tailrace.clock import monotonic
 from tailrace.errors import RequestError
 from tailrace.server.admission import check_model, check_open
 from tailrace.server.answering import answer
+from tailrace.server.chat_job import chat_job
 from tailrace.server.early_encoding import early_chat, early_prompt
 from tailrace.server.generation import Job
 from tailrace.server.openai_format import ChatFormat, CompletionFormat
@@ -15,9 +16,7 @@ from tailrace.server.prompts import (
     INLINE_CHARS,
     Prompt,
     check_fan_out,
-    check_length,
     encode_prompts,
-    keep_last_tokens,
     off_loop_if,
     split_prompts,
 )
@@ -160,30 +159,20 @@ async def _chat_job(
     early: EarlyEncoding[list[Span]],
 ) -> tuple[Job, ChatFormat]:
     """Check, render and tokenise a chat."""
-    max_name, max_tokens = _chat_max_tokens(body)
+    max_tokens_name, max_tokens = _chat_max_tokens(body)
     logprobs = _chat_logprobs(body, limits)
     prompt_logprobs = _read_prompt_logprobs(body, limits)
-    sampling = read_sampling(body, limits, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-    terms = read_terms(body, limits)
-    prompt = await _encode_chat(body, text, limits, early)
-    job = Job(
-        request_id=early.job_id,
+    job = await chat_job(
+        body,
+        read_sampling(body, limits, logprobs=logprobs, prompt_logprobs=prompt_logprobs),
+        text,
+        limits,
+        job_id=early.job_id,
         route="/v1/chat/completions",
-        prompts=[prompt],
-        sampling=[
-            fit(
-                sampling,
-                len(prompt.token_ids),
-                max_tokens,
-                limits,
-                default=None,
-                prompt_name="messages",
-                max_tokens_name=max_name,
-            )
-        ],
-        terms=terms,
         received_s=received_s,
-        prompt_ready_s=monotonic(),
+        max_tokens=max_tokens,
+        max_tokens_name=max_tokens_name,
+        early=early,
     )
     form = ChatFormat(
         job=job,
@@ -195,56 +184,6 @@ async def _chat_job(
         includes_usage=_includes_usage(body),
     )
     return job, form
-
-
-async def _encode_chat(
-    body: ChatBody, text: TextServices, limits: Limits, early: EarlyEncoding[list[Span]]
-) -> Prompt:
-    messages = body.messages
-    if messages is None:
-        raise RequestError("messages is missing: send at least one", param="messages")
-    continues = bool(body.continue_final_message)
-    adds_prompt = body.add_generation_prompt
-    hides_tools = body.tool_choice == "none"
-
-    def render() -> list[Span]:
-        return text.chat_template.spans(
-            messages,
-            # Continuing a message and opening the next exclude each other, so one decides.
-            add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
-            tools=None if hides_tools else body.tools,
-            continue_final_message=continues,
-            template_kwargs=body.chat_template_kwargs,
-        )
-
-    is_long = _is_long([messages, body.tools])
-    spans = await off_loop_if(is_long, render)
-    if body.truncate_prompt_tokens is None:
-        fewest = sum(text.tokenizer.fewest_tokens(span.text) for span in spans) - len(spans)
-        check_length(fewest, limits, "messages")
-    token_ids = await early.take(spans)
-    if token_ids is None:
-        token_ids = await off_loop_if(is_long, lambda: text.tokenizer.encode_spans(spans))
-    return Prompt(keep_last_tokens(token_ids, body.truncate_prompt_tokens))
-
-
-def _is_long(value: Any) -> bool:
-    """Whether a JSON value holds more than `INLINE_CHARS` characters and values.
-
-    Without recursion, and never looking further than that: clients choose depth and number.
-    """
-    size = 0
-    todo = [value]
-    while todo and size <= INLINE_CHARS:
-        inner = todo.pop()
-        size += 1
-        if isinstance(inner, str):
-            size += len(inner)
-        elif isinstance(inner, dict):
-            todo += [*inner.keys(), *inner.values()]
-        elif isinstance(inner, list):
-            todo += inner
-    return size > INLINE_CHARS
 
 
 def _check_openai(body: OpenAIFields) -> None:
