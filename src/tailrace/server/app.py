@@ -9,6 +9,7 @@ import structlog
 from tailrace.errors import RequestError, nearest
 from tailrace.server import (
     routes_generate,
+    routes_messages,
     routes_openai,
     routes_operations,
     routes_text,
@@ -28,6 +29,7 @@ log = structlog.get_logger("tailrace.app")
 
 ROUTES: dict[tuple[str, str], Handler] = {
     **routes_openai.ROUTES,
+    **routes_messages.ROUTES,
     **routes_generate.ROUTES,
     **routes_text.ROUTES,
     **routes_operations.ROUTES,

@@ -40,6 +40,7 @@ async def chat_job(
     max_tokens: int | None,
     max_tokens_name: str = "max_tokens",
     prompt_name: str = "messages",
+    fits_context: bool = False,
     early: EarlyEncoding[list[Span]] | None = None,
 ) -> Job:
     """Check, render and tokenise a chat.
@@ -55,6 +56,8 @@ async def chat_job(
         max_tokens: Most to generate; None: all that fits.
         max_tokens_name: The client's name for it.
         prompt_name: The client's name for the messages.
+        fits_context: `max_tokens` is but an upper bound: where the context holds fewer beside the
+            prompt, so many are generated. Otherwise such a request is refused.
         early: What was encoded while the body came.
 
     Raises:
@@ -62,6 +65,8 @@ async def chat_job(
     """
     terms = read_terms(body, limits)
     prompt = await encode_chat(body, text, limits, early=early, prompt_name=prompt_name)
+    if fits_context and len(prompt.token_ids) + (max_tokens or 0) > limits.context_length:
+        max_tokens = None
     fitted = fit(
         sampling,
         len(prompt.token_ids),
@@ -85,7 +90,7 @@ async def chat_job(
 async def encode_chat(
     body: ChatBody,
     text: TextServices,
-    limits: Limits,
+    limits: Limits | None,
     *,
     early: EarlyEncoding[list[Span]] | None = None,
     prompt_name: str = "messages",
@@ -95,7 +100,7 @@ async def encode_chat(
     Args:
         body: Its messages, tools and what the template takes.
         text: The model's text side.
-        limits: Of the model.
+        limits: Of the model; None: the prompt may be of any length.
         early: What was encoded while the body came.
         prompt_name: The client's name for the messages.
 
@@ -122,7 +127,7 @@ async def encode_chat(
 
     is_long = _is_long([messages, body.tools])
     spans = await off_loop_if(is_long, render)
-    if body.truncate_prompt_tokens is None:
+    if limits is not None and body.truncate_prompt_tokens is None:
         fewest = sum(text.tokenizer.fewest_tokens(span.text) for span in spans) - len(spans)
         check_length(fewest, limits, prompt_name)
     token_ids = await early.take(spans) if early else None

@@ -1,0 +1,179 @@
+"""Anthropic's messages to the chat that templates and the generation path know.
+
+    system                      -> a first message of that role
+    text blocks                 -> text parts
+    turns of one role in a row  -> one turn, as Anthropic reads them
+    a last turn of the assistant-> the text that the answer goes on with
+    thinking of earlier turns   -> nothing: the model is not shown it again
+
+What the model cannot take (images, documents, Anthropic's own tools) is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tailrace.errors import RequestError
+from tailrace.server.protocol import ChatBody
+
+if TYPE_CHECKING:
+    from tailrace.server.anthropic_protocol import CountTokensBody, MessagesBody
+
+ROLES = ("user", "assistant", "system")
+BILLING_HEADER = "x-anthropic-billing-header"
+"""What a system block of Claude Code begins with that is meant for Anthropic's accounts alone; it
+differs from request to request, so that no prompt would begin as another does."""
+
+_UNSEEN = frozenset({"thinking", "redacted_thinking"})
+
+
+def chat_of(body: CountTokensBody) -> ChatBody:
+    """Return the chat that a prompt means; sampling is not looked at.
+
+    Raises:
+        RequestError: It is malformed, or asks for what is not served.
+    """
+    _check_unserved(body)
+    messages = _system(body.system) + _turns(body.messages)
+    return ChatBody(
+        model=body.model,
+        messages=messages,
+        continue_final_message=messages[-1]["role"] == "assistant",
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+def sampled_chat_of(body: MessagesBody) -> ChatBody:
+    """Return the chat that a body means, with its sampling.
+
+    Raises:
+        RequestError: As `chat_of`, or `max_tokens` is missing.
+    """
+    if body.max_tokens is None:
+        raise RequestError(
+            "max_tokens is missing: send the most tokens that the answer may have",
+            param="max_tokens",
+        )
+    chat = chat_of(body)
+    chat.max_tokens = body.max_tokens
+    chat.stop = [*body.stop_sequences] if body.stop_sequences else None
+    chat.stream = body.stream
+    chat.temperature = body.temperature
+    chat.top_p = body.top_p
+    chat.top_k = body.top_k
+    chat.seed = body.seed
+    chat.priority = body.priority
+    chat.cache_salt = body.cache_salt
+    return chat
+
+
+def _check_unserved(body: CountTokensBody) -> None:
+    if (body.thinking or {}).get("type") == "enabled":
+        raise RequestError(
+            "thinking is not served: leave it out, or send the type 'disabled' or 'adaptive'",
+            param="thinking",
+        )
+    if body.tools:
+        raise RequestError("tools are not served on this route: leave them out", param="tools")
+    if (body.output_config or {}).get("format") is not None:
+        raise RequestError(
+            "output_config.format: structured output is not served on this route; leave it out",
+            param="output_config.format",
+        )
+    for name in ("mcp_servers", "container"):
+        if getattr(body, name):
+            raise RequestError(
+                f"{name} is not served: this server runs no tools; leave it out", param=name
+            )
+
+
+def _system(sent: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    if not sent:
+        return []
+    parts = [_text("system", sent)] if isinstance(sent, str) else _parts(sent, "system")
+    kept = [part for part in parts if not part["text"].startswith(BILLING_HEADER)]
+    return [{"role": "system", "content": kept}] if kept else []
+
+
+def _turns(sent: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    if not sent:
+        raise RequestError("messages is missing or empty: send at least one", param="messages")
+    turns: list[dict[str, Any]] = []
+    for index, message in enumerate(sent):
+        for turn in _read_message(message, f"messages[{index}]"):
+            _append(turns, turn)
+    if not turns:
+        raise RequestError("messages hold nothing that the model reads", param="messages")
+    return turns
+
+
+def _append(turns: list[dict[str, Any]], turn: dict[str, Any]) -> None:
+    """Add a turn, or what it says to the last one where the same one speaks on."""
+    if turns and turns[-1]["role"] == turn["role"]:
+        turns[-1]["content"] += turn["content"]
+    else:
+        turns.append(turn)
+
+
+def _read_message(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    role = message.get("role")
+    if role not in ROLES:
+        raise RequestError(
+            f"{where}.role is {str(role)[:40]!r}: send one of {', '.join(ROLES)}",
+            param=f"{where}.role",
+        )
+    content = message.get("content")
+    if isinstance(content, str):
+        return [{"role": role, "content": [_text(f"{where}.content", content)]}]
+    if not isinstance(content, list) or not content:
+        raise RequestError(
+            f"{where}.content is missing or empty: send a text or a list of blocks",
+            param=f"{where}.content",
+        )
+    parts = _parts(content, f"{where}.content")
+    return [{"role": role, "content": parts}] if parts else []
+
+
+def _parts(blocks: list[Any], where: str) -> list[dict[str, Any]]:
+    """Return the text parts of a list of blocks."""
+    parts = []
+    for index, block in enumerate(blocks):
+        place = f"{where}[{index}]"
+        kind = block_type(block, place)
+        if kind == "text":
+            parts.append(_text(place, block.get("text")))
+        elif kind not in _UNSEEN:
+            raise unserved_block(kind, place)
+    return parts
+
+
+def block_type(block: Any, where: str) -> str:
+    """Return a content block's type.
+
+    Raises:
+        RequestError: It has none.
+    """
+    kind = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(kind, str):
+        raise RequestError(
+            f"{where} has no type: send a block such as {{'type': 'text', 'text': ...}}",
+            param=f"{where}.type",
+        )
+    return kind
+
+
+def unserved_block(kind: str, where: str) -> RequestError:
+    """Return the refusal of a block that the model cannot read."""
+    return RequestError(
+        f"{where} is a block of the type {kind[:40]!r}, which is not served here: send blocks of "
+        "the type 'text'",
+        param=f"{where}.type",
+    )
+
+
+def _text(where: str, text: Any) -> dict[str, Any]:
+    if not isinstance(text, str):
+        raise RequestError(
+            f"{where}.text is a {type(text).__name__}: send a string", param=f"{where}.text"
+        )
+    return {"type": "text", "text": text}

@@ -1,0 +1,73 @@
+"""/v1/messages and its count_tokens: Anthropic's API over the same chats."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING
+
+from tailrace.clock import monotonic
+from tailrace.errors import RequestError
+from tailrace.server.admission import check_model, check_open
+from tailrace.server.answering import answer
+from tailrace.server.anthropic_chat import chat_of, sampled_chat_of
+from tailrace.server.anthropic_format import MessageFormat
+from tailrace.server.anthropic_protocol import CountTokensBody, MessagesBody
+from tailrace.server.chat_job import chat_job, encode_chat
+from tailrace.server.error_bodies import ANTHROPIC_PATH
+from tailrace.server.sampling import read_max_tokens, read_sampling
+
+if TYPE_CHECKING:
+    from tailrace.server.http import Handler, Request
+    from tailrace.server.services import Services, TextServices
+
+
+async def messages(services: Services, request: Request) -> None:
+    """POST /v1/messages."""
+    received_s = monotonic()
+    body = await request.decode(MessagesBody)
+    text, limits = check_open(services)
+    _check_model(body, text)
+    chat = sampled_chat_of(body)
+    with services.admission.admitted(1, services.places):
+        asked_tokens = read_max_tokens("max_tokens", body.max_tokens) or 0
+        job = await chat_job(
+            chat,
+            read_sampling(chat, limits),
+            text,
+            limits,
+            job_id=f"msg_{uuid.uuid4().hex}",
+            route=ANTHROPIC_PATH,
+            received_s=received_s,
+            max_tokens=asked_tokens,
+            fits_context=True,
+        )
+        form = MessageFormat(
+            job=job,
+            model=text.model_name,
+            http_request_id=request.request_id,
+            asked_tokens=asked_tokens,
+        )
+        await answer(services, request, text, job, form)
+
+
+async def count_tokens(services: Services, request: Request) -> None:
+    """POST /v1/messages/count_tokens; counts prompts too that no context holds."""
+    body = await request.decode(CountTokensBody)
+    text, _ = check_open(services)
+    _check_model(body, text)
+    prompt = await encode_chat(chat_of(body), text, None)
+    await request.send_json(200, {"input_tokens": len(prompt.token_ids)})
+
+
+def _check_model(body: CountTokensBody, text: TextServices) -> None:
+    if not body.model:
+        raise RequestError(
+            f"model is missing: send {text.model_name!r}, which is served here", param="model"
+        )
+    check_model(body.model, text)
+
+
+ROUTES: dict[tuple[str, str], Handler] = {
+    ("POST", ANTHROPIC_PATH): messages,
+    ("POST", ANTHROPIC_PATH + "/count_tokens"): count_tokens,
+}
