@@ -72,6 +72,24 @@ class ReserveKv(msgspec.Struct, frozen=True, tag="reserve"):
     """Given back where the request has not come by then."""
 
 
+class GrowPrompt(msgspec.Struct, frozen=True, tag="grow"):
+    """More of the prompt of a request whose body is still arriving: it may be computed early.
+
+    Such work is the least urgent and may be given up at any time. The request of this id goes on
+    from it where its ids begin so and nothing else of it says otherwise; `AbortRequests`, or time,
+    ends it.
+    """
+
+    request_id: str
+    start: int
+    """Where `token_ids` stand in the prompt. A piece that does not follow on the last is ignored;
+    so the pieces of a prompt that was given up are."""
+    token_ids: list[int]
+    """Certain if the body goes on as it began."""
+    lifetime_s: float
+    """Of the first piece: given up where the request has not come by then."""
+
+
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
     """Forget these requests; their KV units return within one step. Unknown ids are no error."""
 
@@ -90,7 +108,9 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Exit with status 0 once no request is left."""
 
 
-FrontendMessage = EngineRequest | ReserveKv | AbortRequests | Ping | InspectKv | Shutdown
+FrontendMessage = (
+    EngineRequest | ReserveKv | GrowPrompt | AbortRequests | Ping | InspectKv | Shutdown
+)
 """What a front end sends to the engine."""
 
 
@@ -179,6 +199,10 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True):
     step_tokens: int = 0
     busy_s_total: float = 0.0
     """Seconds during which the device had a step to run."""
+    early_used_tokens_total: int = 0
+    """Prompt tokens computed while their bodies arrived, and used."""
+    early_dropped_tokens_total: int = 0
+    """The same, given up: the body came to nothing or to another prompt, or units ran short."""
 
 
 class EngineOutputs(msgspec.Struct, frozen=True, omit_defaults=True, tag="outputs"):

@@ -28,7 +28,7 @@ from tailrace.engine.scheduler import Scheduler
 from tailrace.kernels.torch_kernels import TorchKernels
 from tailrace.kernels.triton_kernels import TritonKernels
 from tailrace.models.loader import load_model
-from tailrace.types import EngineRequest, SamplingParams
+from tailrace.types import EngineRequest, GrowPrompt, SamplingParams
 from tests.support.tiny import make_tiny_checkpoint
 
 SLOTS, BLOCK, BLOCKS, BUDGET, CONTEXT = 4, 16, 64, 24, 128
@@ -91,7 +91,8 @@ def gpu_runner(folder, kind):
     return runner
 
 
-def generate(runner, requests):
+def generate(runner, requests, *, arriving=False):
+    """Return each request's tokens; those arriving have their prompts sent ahead of them."""
     blocks = BlockManager(BLOCKS, BLOCK, prefix_cache=False)
     engine = Engine(
         Scheduler(blocks, max_batch_size=SLOTS, token_budget=BUDGET),
@@ -102,9 +103,17 @@ def generate(runner, requests):
         vocab_size=259,
         eos_token_ids=[258],
     )
+    for request in requests if arriving else ():
+        ids = request.token_ids
+        for start in range(0, len(ids), 19):
+            engine.grow(GrowPrompt(request.request_id, start, ids[start : start + 19], 30.0))
+            if engine.has_work:
+                assert engine.step() == []
     for request in requests:
         engine.add(request)
     found = {request.request_id: [] for request in requests}
+    early = sum(sequence.num_computed for sequence in engine.scheduler.early.holders)
+    assert bool(early) is arriving
     while engine.has_work:
         for output in engine.step():
             assert output.finish_reason != "error", output.error
@@ -138,6 +147,12 @@ def truth(folder):
 
 def test_steps_of_their_own_size_give_the_cpu_runners_tokens(folder, truth):
     assert generate(gpu_runner(folder, CudaRunner), make_requests(temperature=0.0)) == truth
+
+
+def test_prompts_computed_while_they_arrive_give_the_same_tokens(folder, truth):
+    for kind in (CudaRunner, Framed):
+        runner = gpu_runner(folder, kind)
+        assert generate(runner, make_requests(temperature=0.0), arriving=True) == truth
 
 
 def test_padded_frames_give_the_same_tokens(folder, truth):

@@ -22,7 +22,7 @@ from tailrace.engine.scheduler import Scheduler
 from tailrace.engine.setup import make_blocks
 from tailrace.kernels.select import select
 from tailrace.models.loader import load_model
-from tailrace.types import EngineRequest, SamplingParams
+from tailrace.types import EngineRequest, GrowPrompt, SamplingParams
 from tests.support.tiny import make_tiny_checkpoint
 
 NUM_BLOCKS = 24
@@ -137,6 +137,40 @@ def test_greedy_tokens_are_those_of_the_request_alone_in_one_chunk(
     assert generate(engine, prompts, 12) == alone
     # Once more on the same engine: with a prefix cache, now out of it.
     assert generate(engine, prompts, 12) == alone
+
+
+def send_pieces(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> None:
+    """Have prompts arrive in pieces, those of the last wrong, with steps between them."""
+    for start_of_all in range(0, 40, sum(lengths)):
+        for index, prompt in enumerate(prompts):
+            start = start_of_all
+            for length in lengths:
+                piece = prompt[start : start + length]
+                if index == len(prompts) - 1:
+                    piece = [(token + 1) % 256 for token in piece]
+                if piece:
+                    engine.grow(GrowPrompt(f"r{index}", start, piece, 30.0))
+                start += length
+                if engine.has_work:
+                    assert engine.step() == []
+
+
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    prompts=prompts,
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=3),
+    budget=st.integers(SLOTS, 80),
+    prefix_cache=st.booleans(),
+)
+def test_greedy_tokens_are_the_same_where_prompts_were_computed_while_they_arrived(
+    model, prompts, lengths, budget, prefix_cache
+):
+    alone = [generate(model.engine(budget=1000), [prompt], 8)[0] for prompt in prompts]
+    engine = model.engine(budget=budget, prefix_cache=prefix_cache, num_units=64)
+    send_pieces(engine, prompts, lengths)
+    assert generate(engine, prompts, 8) == alone
 
 
 def test_preempted_sequences_continue_as_if_nothing_had_happened(model):

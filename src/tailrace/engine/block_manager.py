@@ -243,6 +243,10 @@ class BlockManager:
         if self.mixed_sizes:
             table.order = (num_tokens >= _PAIR_TOKENS) + (num_tokens >= _QUAD_TOKENS)
 
+    def limit_lease(self, table: Table, most: int) -> None:
+        """Give up what a table is leased beyond `most` units, and what could not be: not owed."""
+        self._leases.want(table.lease, min(table.lease.claim, most), self.available_units)
+
     def missing(self, table: Table, num_tokens: int) -> int:
         """Units that the table lacks to hold so many tokens."""
         return max(0, self.units_for(num_tokens) - len(table.units))

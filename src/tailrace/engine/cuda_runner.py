@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from tailrace.engine.device_sampler import NO_TOKEN
+from tailrace.engine.early_prompts import EARLY_SLOTS
 from tailrace.engine.runner import Admission, PromptRows, StepResult, prompt_rows, score_prompt
 from tailrace.engine.staging import RING, Packed, Staging
 from tailrace.kernels.attention_shapes import prefill_shape
@@ -182,7 +183,7 @@ class CudaRunner:
             max_kv_len=context_length,
         )
         self._width = -(-context_length // block_size)
-        self._tables = np.zeros((num_slots, self._width), dtype=np.int32)
+        self._tables = np.zeros((num_slots + EARLY_SLOTS, self._width), dtype=np.int32)
         self._filled = [0] * num_slots
         # Nine arrays of a row or sequence each at most, and the tables.
         words = 9 * (token_budget + 2 * num_slots + 64) + (2 * num_slots + 64) * (self._width + 16)
@@ -268,11 +269,14 @@ class CudaRunner:
     def _extend_tables(self, chunks: Sequence[Chunk], blocks: BlockManager) -> None:
         """Copy the block ids that are new since a slot's last step."""
         for chunk in chunks:
-            have, need = self._filled[chunk.slot], -(-chunk.end // self.block_size)
+            is_early = chunk.slot >= self.num_slots  # nobody says when such a slot is another's
+            have = 0 if is_early else self._filled[chunk.slot]
+            need = -(-chunk.end // self.block_size)
             if need > have:
                 table = blocks.table(chunk.sequence.request_id)
                 self._tables[chunk.slot, have:need] = table[have:need]
-                self._filled[chunk.slot] = need
+                if not is_early:
+                    self._filled[chunk.slot] = need
 
     def _arrays(
         self, chunks: Sequence[Chunk], decodes: int, frame: Frame, tiles: np.ndarray

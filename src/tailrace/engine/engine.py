@@ -15,9 +15,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
+from tailrace.engine.early_prompts import POOL_SHARE
 from tailrace.engine.sequence import Sequence, Status
 from tailrace.errors import IntegrityError
-from tailrace.types import EngineStats, KvReport, KvTable, RequestTimes, TokenOutput
+from tailrace.types import (
+    EngineStats,
+    KvReport,
+    KvTable,
+    RequestTimes,
+    ReserveKv,
+    TokenOutput,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -27,13 +35,10 @@ if TYPE_CHECKING:
     from tailrace.engine.block_manager import BlockManager
     from tailrace.engine.runner import StepResult
     from tailrace.engine.scheduler import Chunk, Scheduler, Step
-    from tailrace.types import EngineRequest, ReserveKv, TokenLogprobs
+    from tailrace.types import EngineRequest, GrowPrompt, TokenLogprobs
 
 
 log = structlog.get_logger("tailrace.engine")
-
-_RESERVED_SHARE = 4
-"""One part in so many of the pool may be leased to requests that are still arriving."""
 
 
 class Executed(Protocol):
@@ -114,7 +119,7 @@ class Engine:
         self._clock = clock
         self._sequences: dict[str, Sequence] = {}
         self._reserved: dict[str, float] = {}
-        """Deadlines of leases whose request has not come yet."""
+        """Deadlines of leases, and of early work, whose request has not come yet."""
         self._in_flight: _InFlight | None = None
         self._last_done_s = 0.0
         self._counters = _Counters()
@@ -127,12 +132,11 @@ class Engine:
     def add(self, request: EngineRequest) -> TokenOutput | None:
         """Queue a request; return its final output at once where it cannot be served."""
         fault = self._fault(request)
-        was_reserved = self._reserved.pop(request.request_id, None) is not None
         if fault is not None:
-            if was_reserved:
-                self.scheduler.blocks.release(request.request_id)
+            self._forget_arriving(request.request_id)
             return TokenOutput(request.request_id, [], finish_reason="error", error=fault)
-        sequence = Sequence.from_request(request, self.context_length)
+        self._reserved.pop(request.request_id, None)
+        sequence = self._sequence_of(request)
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
         return None
@@ -147,18 +151,38 @@ class Engine:
         request_id, blocks = wish.request_id, self.scheduler.blocks
         if request_id in self._sequences or request_id in self._reserved or self.scheduler.waiting:
             return
-        room = blocks.num_units // _RESERVED_SHARE - blocks.reserved_units
+        promised = blocks.reserved_units + self.scheduler.early.units
+        room = blocks.num_units // POOL_SHARE - promised
         tokens = min(wish.num_tokens, self.context_length, room * blocks.unit_tokens)
         if tokens > 0:
             blocks.reserve(request_id, tokens)
             self._reserved[request_id] = self._clock() + wish.lifetime_s
 
+    def grow(self, piece: GrowPrompt) -> None:
+        """Take a piece of a prompt that is still arriving, to be computed early: a wish, as above.
+
+        A piece that does not follow on what is known of its prompt is ignored.
+        """
+        early = self.scheduler.early
+        request_id, ids = piece.request_id, piece.token_ids
+        known = early.get(request_id)
+        if request_id in self._sequences or not self._are_ids(ids):
+            return
+        if piece.start + len(ids) >= self.context_length:
+            return
+        if known is not None and piece.start == len(known.token_ids):
+            early.extend(known, ids)
+        elif known is None and piece.start == 0 and early.can_add():
+            self.reserve(ReserveKv(request_id, len(ids), piece.lifetime_s))
+            now = self._clock()
+            self._reserved.setdefault(request_id, now + piece.lifetime_s)
+            early.add(Sequence.arriving(request_id, ids, now))
+
     def abort(self, request_ids: Iterable[str]) -> list[TokenOutput]:
         """Forget requests; return a final output for each that was known."""
         wanted = dict.fromkeys(request_ids)  # an id that comes twice ends its request once
         for request_id in wanted:
-            if self._reserved.pop(request_id, None) is not None:
-                self.scheduler.blocks.release(request_id)
+            self._forget_arriving(request_id)
         found = [self._sequences[i] for i in wanted if i in self._sequences]
         return [self._finish(sequence, "abort", self._clock()) for sequence in found]
 
@@ -182,6 +206,7 @@ class Engine:
             block_size=blocks.unit_tokens,
             # A shared unit is full, and each of its holders counted its tokens.
             live_tokens=sum(sequence.num_computed for sequence in running)
+            + sum(sequence.num_computed for sequence in self.scheduler.early.holders)
             - blocks.duplicate_units * blocks.unit_tokens,
             held_blocks=blocks.held_units,
             leased_blocks=blocks.leased_units,
@@ -200,6 +225,8 @@ class Engine:
             step_time_s=count.step_time_s,
             step_tokens=count.step_tokens,
             busy_s_total=count.busy_s,
+            early_used_tokens_total=self.scheduler.early.used_tokens_total,
+            early_dropped_tokens_total=self.scheduler.early.dropped_tokens_total,
         )
 
     def inspect_kv(self) -> KvReport:
@@ -238,8 +265,31 @@ class Engine:
             return
         now = self._clock()
         for request_id in [i for i, deadline_s in self._reserved.items() if deadline_s <= now]:
-            del self._reserved[request_id]
-            self.scheduler.blocks.release(request_id)
+            self._forget_arriving(request_id)
+
+    def _forget_arriving(self, request_id: str) -> None:
+        """Give back what a request that is not complete holds and is leased, if anything."""
+        if self._reserved.pop(request_id, None) is None:
+            return
+        early = self.scheduler.early.get(request_id)
+        if early is not None:
+            self.scheduler.early.drop(early)
+        self.scheduler.blocks.release(request_id)
+
+    def _sequence_of(self, request: EngineRequest) -> Sequence:
+        """Return a waiting sequence that goes on from what was computed early, if that is it."""
+        early = self.scheduler.early.get(request.request_id)
+        if early is None:
+            return Sequence.from_request(request, self.context_length)
+        if not early.begins(request):
+            self.scheduler.early.drop(early)
+            return Sequence.from_request(request, self.context_length)
+        early.complete(request, self.context_length)
+        self.scheduler.early.complete(early)
+        return early
+
+    def _are_ids(self, ids: list[int]) -> bool:
+        return bool(ids) and 0 <= min(ids) <= max(ids) < self.vocab_size
 
     def _fault(self, request: EngineRequest) -> str | None:
         """Say what is wrong with a request that the front end should have refused."""
@@ -252,7 +302,7 @@ class Engine:
             return f"the prompt has {len(ids)} tokens; the context holds {self.context_length}"
         if request.sampling.max_tokens < 1:
             return f"max_tokens is {request.sampling.max_tokens}; must be at least 1"
-        if not 0 <= min(ids) <= max(ids) < self.vocab_size:
+        if not self._are_ids(ids):
             return f"a prompt token id is outside 0..{self.vocab_size - 1}"
         return None
 
@@ -383,7 +433,9 @@ class Engine:
         outputs = []
         for chunk in step.chunks:
             self.scheduler.retire(chunk)
-            if chunk.sequence.status is not Status.FINISHED:
+            if chunk.sequence.status is Status.ARRIVING:
+                self.scheduler.early.drop(chunk.sequence, forget=True)
+            elif chunk.sequence.status is not Status.FINISHED:
                 outputs.append(self._finish(chunk.sequence, "error", now, error=message))
         return outputs
 

@@ -14,7 +14,9 @@ Rules, in this order:
    at least doubles the lease: everybody ends.
 6. A prompt's chunk is cut to what is available before anybody is preempted for it.
 7. Nobody is admitted in a step that preempted somebody.
-8. A preempted sequence whose last token is still in flight waits until that token is known.
+8. What a step has left when nobody waits goes to prompts that are still arriving; they are the
+   first to give units up (early_prompts.py).
+9. A preempted sequence whose last token is still in flight waits until that token is known.
 
 Steps overlap (see sequence.py): `schedule` may be called for step N+1 before `commit` of step N.
 Units that a preempted or finished sequence gives back may be handed out at once although a step
@@ -27,6 +29,7 @@ import bisect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tailrace.engine.early_prompts import STEP_SHARE, EarlyPrompts
 from tailrace.engine.forecast import AnswerLengths, peak_units
 from tailrace.engine.sequence import NO_SLOT, Sequence, Status
 from tailrace.errors import EngineError
@@ -114,6 +117,10 @@ class Scheduler:
         self.returns_total = 0
         """Preemptions that gave lent units back to an owner; others had outgrown their lease."""
         self.answers = AnswerLengths()
+        early_tokens = max(token_budget // STEP_SHARE, blocks.unit_tokens)
+        self.early = EarlyPrompts(
+            blocks, first_slot=max_batch_size, step_tokens=min(early_tokens, token_budget)
+        )
         self._free_slots = list(range(max_batch_size - 1, -1, -1))
         self._released: list[int] = []
         self._refused: tuple[str, int] | None = None
@@ -121,8 +128,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether anybody waits or runs."""
-        return bool(self.waiting or self.running)
+        """Whether anybody waits or runs, or could be computed early."""
+        return bool(self.waiting or self.running) or self.early.has_work
 
     def add(self, sequence: Sequence) -> None:
         """Queue a waiting sequence at its place in the order."""
@@ -137,6 +144,7 @@ class Scheduler:
         """
         if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
+            self.early.drop(sequence, forget=forget)
             self.blocks.release(sequence.request_id)
         else:
             self._give_back(sequence, forget=forget)
@@ -157,6 +165,9 @@ class Scheduler:
                 step.padding = self._padded_decodes(step.num_tokens) - step.num_tokens
         if not step.preempted:
             self._admit(step)
+            if not self.waiting:
+                for sequence, end in self.early.grow(self._left(step)):
+                    step.add(_chunk(sequence, end))
         if step.chunks:  # an empty step is not run, so it must carry nothing away
             step.released, self._released = self._released, []
         self._note_issued(step)
@@ -176,6 +187,8 @@ class Scheduler:
         # Preempted or finished meanwhile: its units are gone. (Running again is impossible: a
         # preempted sequence is not admitted while it has steps in flight.)
         table = sequence.kv
+        if sequence.status is Status.ARRIVING:
+            return  # private until its request has come whole
         if table is not None and chunk.end >= table.commit_at:
             self.blocks.commit(table, sequence.token_ids, chunk.end)
 
@@ -214,6 +227,8 @@ class Scheduler:
             if missing <= available:
                 blocks.grow(table, end)
                 return end
+            if self.early.give_way(to=sequence, kept_too=True):
+                continue
             owed = min(missing, table.lease.claim)
             reachable = table.capacity + available * blocks.unit_tokens
             if owed <= available and reachable > sequence.num_computed:
@@ -249,17 +264,15 @@ class Scheduler:
         """Start waiting sequences, in order, while slots, units and budget last."""
         while self.waiting and self._free_slots and self._left(step) > 0:
             sequence = self.waiting[0]
-            if sequence.steps_in_flight or not self._fits(sequence):
+            if sequence.steps_in_flight and sequence.kv is None:
+                return
+            if not self._fits(sequence):
+                # Where nobody runs, nobody gives anything back: kept work could block for good.
+                if self.early.give_way(to=sequence, kept_too=not self.running):
+                    continue
                 return  # nobody overtakes: smaller ones cannot starve the first in order
             self.waiting.pop(0)
-            table = self.blocks.open(
-                sequence.request_id,
-                sequence.token_ids,
-                sequence.cache_salt,
-                sequence.num_prompt + sequence.expected_output,
-            )
-            sequence.kv = table
-            sequence.num_computed = table.cached_tokens
+            table = self._table_for(sequence)
             if not sequence.preemptions:
                 sequence.cached_tokens = table.cached_tokens
             sequence.move("admit")
@@ -269,6 +282,20 @@ class Scheduler:
             end = self._chunk_end(step, sequence)
             self.blocks.grow(table, end)
             step.add(_chunk(sequence, end))
+
+    def _table_for(self, sequence: Sequence) -> Table:
+        """Open a table for who is admitted, or go on with the one filled early."""
+        expected = sequence.num_prompt + sequence.expected_output
+        table = self.early.admit(sequence)
+        if table is not None:
+            self.blocks.expect(table, expected)
+            return table
+        table = self.blocks.open(
+            sequence.request_id, sequence.token_ids, sequence.cache_salt, expected
+        )
+        sequence.kv = table
+        sequence.num_computed = table.cached_tokens
+        return table
 
     def _fits(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence may start; guesses how long it will become."""
@@ -285,15 +312,21 @@ class Scheduler:
         return fits
 
     def _has_room(self, sequence: Sequence) -> bool:
-        blocks = self.blocks
+        blocks, table = self.blocks, sequence.kv
         expected = sequence.num_prompt + sequence.expected_output
-        unclaimed = blocks.unclaimed_units + blocks.reserved_for(sequence.request_id)
+        promised, held = blocks.reserved_for(sequence.request_id), 0
+        if table is not None:  # filled early
+            promised, held = table.lease.claim, len(table.units)
+        unclaimed = blocks.unclaimed_units + promised
         # What was reserved for this one may be lent out: promised is not there.
-        if blocks.units_for(expected) <= min(unclaimed, blocks.available_units):
+        if blocks.units_for(expected) - held <= min(unclaimed, blocks.available_units):
             return True
         # What running sequences hold of its prefix costs nothing; looked up only where it matters.
         tokens, salt = sequence.token_ids, sequence.cache_salt
-        now = blocks.demand(tokens, salt, sequence.length + 1)
+        if table is not None:
+            now = blocks.missing(table, sequence.length + 1)
+        else:
+            now = blocks.demand(tokens, salt, sequence.length + 1)
         later = blocks.units_for(expected) - blocks.units_for(sequence.length + 1)
         if now > blocks.available_units:
             return False
@@ -302,7 +335,8 @@ class Scheduler:
         if sequence.preemptions:
             return False
         others = blocks.reserved_units - blocks.reserved_for(sequence.request_id)
-        peak = self._forecast((now, sequence.expected_output))
+        own = held - table.shared if table is not None else 0
+        peak = self._forecast((now + own, sequence.expected_output))
         return peak + others <= self._usable_units
 
     @property

@@ -1,6 +1,8 @@
 """One sequence's life, as a table.
 
     from      event     to         what happens
+    ARRIVING  complete  WAITING    its request came whole; keeps its blocks (early_prompts.py)
+    ARRIVING  finish    FINISHED   its body came to nothing, or its blocks are needed
     WAITING   admit     RUNNING    gets a slot and a block table (a prefix-cache hit included)
     RUNNING   preempt   WAITING    gives slot and blocks back; computed from the start again later
     RUNNING   finish    FINISHED   gives slot and blocks back
@@ -24,21 +26,25 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tailrace.errors import EngineError
+from tailrace.types import SamplingParams
 
 if TYPE_CHECKING:
     from tailrace.engine.block_manager import Table
-    from tailrace.types import EngineRequest, SamplingParams, TokenLogprobs
+    from tailrace.types import EngineRequest, TokenLogprobs
 
 
 class Status(enum.Enum):
     """Where a sequence is in its life."""
 
+    ARRIVING = "arriving"
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
 
 
 TRANSITIONS: dict[tuple[Status, str], Status] = {
+    (Status.ARRIVING, "complete"): Status.WAITING,
+    (Status.ARRIVING, "finish"): Status.FINISHED,
     (Status.WAITING, "admit"): Status.RUNNING,
     (Status.RUNNING, "preempt"): Status.WAITING,
     (Status.RUNNING, "finish"): Status.FINISHED,
@@ -83,23 +89,33 @@ class Sequence:
     @classmethod
     def from_request(cls, request: EngineRequest, context_length: int) -> Sequence:
         """Make a waiting sequence of a request whose prompt is shorter than the context."""
-        room = context_length - len(request.token_ids)
-        return cls(
-            request_id=request.request_id,
-            token_ids=list(request.token_ids),
-            num_prompt=len(request.token_ids),
-            sampling=request.sampling,
-            max_output=min(request.sampling.max_tokens, room),
-            arrival_s=request.arrival_s,
-            priority=request.priority,
-            # Prompt log-probabilities need every prompt position computed, so no cached prefix:
-            # a salt of its own never hits.
-            cache_salt=(
-                request.cache_salt
-                if request.sampling.prompt_logprobs is None
-                else f"{request.cache_salt}\0{request.request_id}"
-            ),
-        )
+        sequence = cls._empty(request.request_id)
+        _take(sequence, request, context_length)
+        return sequence
+
+    @classmethod
+    def arriving(cls, request_id: str, token_ids: list[int], arrival_s: float) -> Sequence:
+        """Make a sequence of a prompt's beginning; what is not known yet is as most have it."""
+        sequence = cls._empty(request_id)
+        sequence.status = Status.ARRIVING
+        sequence.token_ids = list(token_ids)
+        sequence.num_prompt = len(token_ids)
+        sequence.arrival_s = arrival_s
+        return sequence
+
+    def begins(self, request: EngineRequest) -> bool:
+        """Whether what was computed of this arriving sequence is the request's."""
+        ids = self.token_ids
+        return request.token_ids[: len(ids)] == ids and _salt_of(request) == self.cache_salt
+
+    def complete(self, request: EngineRequest, context_length: int) -> None:
+        """Turn an arriving sequence, which `begins` the request, into a waiting one."""
+        self.move("complete")
+        _take(self, request, context_length)
+
+    @classmethod
+    def _empty(cls, request_id: str) -> Sequence:
+        return cls(request_id, [], 0, SamplingParams(max_tokens=1), 1, 0.0)
 
     @property
     def num_output(self) -> int:
@@ -136,3 +152,22 @@ class Sequence:
         if target is None:
             raise EngineError(f"sequence {self.request_id}: {event} in state {self.status.value}")
         self.status = target
+
+
+def _salt_of(request: EngineRequest) -> str:
+    # Prompt log-probabilities need every prompt position computed, so no cached prefix: a salt of
+    # its own never hits.
+    if request.sampling.prompt_logprobs is None:
+        return request.cache_salt
+    return f"{request.cache_salt}\0{request.request_id}"
+
+
+def _take(sequence: Sequence, request: EngineRequest, context_length: int) -> None:
+    """Make a sequence that of a request."""
+    sequence.token_ids = list(request.token_ids)
+    sequence.num_prompt = len(request.token_ids)
+    sequence.sampling = request.sampling
+    sequence.max_output = min(request.sampling.max_tokens, context_length - sequence.num_prompt)
+    sequence.arrival_s = request.arrival_s
+    sequence.priority = request.priority
+    sequence.cache_salt = _salt_of(request)

@@ -34,6 +34,7 @@ from tailrace.types import (
     EngineOutputs,
     EngineRequest,
     FrontendMessage,
+    GrowPrompt,
     InspectKv,
     ModelResolved,
     Ping,
@@ -192,6 +193,8 @@ class Worker:
                     self.mailbox.post([refused])
             case ReserveKv():
                 self.engine.reserve(message)
+            case GrowPrompt():
+                self.engine.grow(message)
             case AbortRequests(request_ids):
                 self.mailbox.post(self.engine.abort(request_ids))
             case Shutdown():
