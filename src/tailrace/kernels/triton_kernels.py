@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from tailrace.kernels.attention_batch import AttentionBatch
     from tailrace.kernels.kernels import Linear, WeightDtype
+    from tailrace.kernels.paged_attention.device_batch import DeviceBatch
     from tailrace.kernels.rotary import Rotary
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -55,6 +56,10 @@ class TritonKernels:
         self.dtype = DTYPES[dtype]
         self.name = f"triton ({dtype})"
         self._scratch: DecodeScratch | None = None
+        # Prompts' attention runs there beside the decodes'; the higher priority gives it its share
+        # of each multiprocessor: docs/performance.md, "Attention on two streams".
+        is_gpu = device.type == "cuda"
+        self._beside = torch.cuda.Stream(device, priority=-1) if is_gpu else None  # type: ignore[no-untyped-call]
 
     def reserve(self, *, rows: int, num_heads: int, head_dim: int, max_kv_len: int) -> None:
         """Make the decode kernel's scratch, once, for the largest step there will be."""
@@ -108,36 +113,65 @@ class TritonKernels:
         self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float
     ) -> Tensor:
         """See `Kernels.paged_attention`."""
-        _, num_heads, head_dim = q_THD.shape
-        planned = plan(batch, prefill_shape(head_dim, batch.max_kv_len, self.capability))
+        planned = plan(batch, prefill_shape(q_THD.shape[2], batch.max_kv_len, self.capability))
         out_THD = torch.empty_like(q_THD)
-        decodes = planned.num_decodes
-        if decodes:
-            decode(
-                q_THD[:decodes],
-                k_cache,
-                v_cache,
-                out_THD[:decodes],
-                kv_lens=planned.kv_lens,
-                block_tables=planned.block_tables,
-                scale=scale,
-                shape=decode_shape(head_dim, self.capability),
-                scratch=self._scratch_for(decodes, num_heads, head_dim, batch.max_kv_len),
-            )
-        if len(planned.tiles):
-            prefill(
-                q_THD,
-                k_cache,
-                v_cache,
-                out_THD,
-                tiles=planned.tiles,
-                query_starts=planned.query_starts,
-                kv_lens=planned.kv_lens,
-                block_tables=planned.block_tables,
-                scale=scale,
-                shape=planned.shape,
-            )
+        caches = (k_cache, v_cache)
+        if not planned.num_decodes:
+            self._prefill(q_THD, caches, planned, scale, out_THD)
+        elif not len(planned.tiles):
+            self._decode(q_THD, caches, planned, scale, out_THD)
+        elif self._beside is None:
+            self._decode(q_THD, caches, planned, scale, out_THD)
+            self._prefill(q_THD, caches, planned, scale, out_THD)
+        else:
+            stream = torch.cuda.current_stream(self.device)
+            self._beside.wait_stream(stream)
+            with torch.cuda.stream(self._beside):
+                self._prefill(q_THD, caches, planned, scale, out_THD)
+            self._decode(q_THD, caches, planned, scale, out_THD)
+            stream.wait_stream(self._beside)
         return out_THD.flatten(1)
+
+    def _decode(
+        self,
+        q_THD: Tensor,
+        caches: tuple[Tensor, Tensor],
+        batch: DeviceBatch,
+        scale: float,
+        out_THD: Tensor,
+    ) -> None:
+        _, num_heads, head_dim = q_THD.shape
+        decodes = batch.num_decodes
+        decode(
+            q_THD[:decodes],
+            *caches,
+            out_THD[:decodes],
+            kv_lens=batch.kv_lens,
+            block_tables=batch.block_tables,
+            scale=scale,
+            shape=decode_shape(head_dim, self.capability),
+            scratch=self._scratch_for(decodes, num_heads, head_dim, batch.max_kv_len),
+        )
+
+    @staticmethod
+    def _prefill(
+        q_THD: Tensor,
+        caches: tuple[Tensor, Tensor],
+        batch: DeviceBatch,
+        scale: float,
+        out_THD: Tensor,
+    ) -> None:
+        prefill(
+            q_THD,
+            *caches,
+            out_THD,
+            tiles=batch.tiles,
+            query_starts=batch.query_starts,
+            kv_lens=batch.kv_lens,
+            block_tables=batch.block_tables,
+            scale=scale,
+            shape=batch.shape,
+        )
 
     def silu_mul(self, gate_up_T2F: Tensor) -> Tensor:
         """See `Kernels.silu_mul`."""

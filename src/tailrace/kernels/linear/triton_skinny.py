@@ -1,0 +1,166 @@
+"""A linear layer of few rows in Triton: the weight is streamed once, and that is all that counts.
+
+With up to `MOST_ROWS` rows a product is bound by the weight's bytes. The matrix is the left operand
+of `tl.dot`, so that its outputs fill the tensor core's wide side and the few rows the narrow one:
+
+    acc [BLOCK_N outputs, BLOCK_M rows] += w [BLOCK_N, BLOCK_K] @ x.T [BLOCK_K, BLOCK_M]
+
+Layers with few outputs split the inputs among SPLITS programs, or most multiprocessors would idle.
+Each writes its part; who comes last adds them up, always in the same order. A row's result depends
+on the tile sizes and on nothing else in the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MOST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class SkinnyShape:
+    """How the kernel is specialised."""
+
+    block_n: int
+    block_k: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def skinny_kernel(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    out_ptr,
+    part_ptr,
+    arrivals,
+    num_rows,
+    N,
+    K,
+    span,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    outputs = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.arange(0, BLOCK_M)
+    inner = tl.arange(0, BLOCK_K)
+    is_output = outputs < N
+    is_row = rows < num_rows
+    low = split * span
+    w_rows = w_ptr + outputs.to(tl.int64)[:, None] * K
+    x_rows = x_ptr + rows[None, :] * K
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(low, min(low + span, K), BLOCK_K):
+        columns = start + inner
+        is_column = columns < K
+        w = tl.load(
+            w_rows + columns[None, :],
+            mask=is_output[:, None] & is_column[None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        x = tl.load(
+            x_rows + columns[:, None],
+            mask=is_column[:, None] & is_row[None, :],
+            other=0.0,
+            eviction_policy="evict_last",
+        )
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+    places = rows[None, :] * N + outputs[:, None]
+    is_place = is_output[:, None] & is_row[None, :]
+    if SPLITS > 1:
+        part = part_ptr + split * num_rows * N
+        tl.store(part + places, acc, mask=is_place)
+        tl.debug_barrier()  # all of this program's stores, before its arrival
+        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") != SPLITS - 1:
+            return
+        tl.store(arrivals + tile, 0)  # for the next launch
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for index in range(SPLITS):
+            other = part_ptr + index * num_rows * N
+            acc += tl.load(other + places, mask=is_place, other=0.0, cache_modifier=".cg")
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + outputs, mask=is_output, other=0.0).to(tl.float32)[:, None]
+    tl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=is_place)
+
+
+@dataclass(frozen=True)
+class SkinnyScratch:
+    """Where the parts of split sums meet; one serves all layers of a stream."""
+
+    parts: Tensor
+    """float32 [splits x rows x outputs, the most that any layer needs]."""
+    arrivals: Tensor
+    """int32 [tiles], zero between launches."""
+
+    @classmethod
+    def allocate(cls, values: int, tiles: int, device: torch.device | str) -> SkinnyScratch:
+        """Make scratch for so many values and tiles."""
+        return cls(
+            torch.empty(values, dtype=torch.float32, device=device),
+            torch.zeros(tiles, dtype=torch.int32, device=device),
+        )
+
+
+def padded_rows(rows: int) -> int:
+    """Return the rows of the tile that serves `rows`: a power of two, 16 at least."""
+    return max(16, triton.next_power_of_2(rows))
+
+
+def skinny_linear(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    *,
+    shape: SkinnyShape,
+    scratch: SkinnyScratch,
+) -> Tensor:
+    """Return x @ weight.T + bias [T, O] in x's dtype; sums are float32.
+
+    Args:
+        x_TI: Contiguous; at most `MOST_ROWS` rows.
+        weight_OI: As x, contiguous.
+        bias_O: Or none.
+        shape: Tile sizes and splits.
+        scratch: Large enough for splits x T x O values and the tiles of O.
+    """
+    rows, inputs = x_TI.shape
+    outputs = weight_OI.shape[0]
+    out_TO = torch.empty(rows, outputs, dtype=x_TI.dtype, device=x_TI.device)
+    tiles = triton.cdiv(outputs, shape.block_n)
+    span = triton.cdiv(triton.cdiv(inputs, shape.splits), shape.block_k) * shape.block_k
+    skinny_kernel[(tiles, shape.splits)](
+        x_TI,
+        weight_OI,
+        x_TI if bias_O is None else bias_O,
+        out_TO,
+        scratch.parts,
+        scratch.arrivals,
+        rows,
+        outputs,
+        inputs,
+        span,
+        BLOCK_M=padded_rows(rows),
+        BLOCK_N=shape.block_n,
+        BLOCK_K=shape.block_k,
+        SPLITS=shape.splits,
+        HAS_BIAS=bias_O is not None,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+    )
+    return out_TO
