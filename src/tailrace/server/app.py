@@ -12,6 +12,7 @@ from tailrace.server import (
     routes_messages,
     routes_openai,
     routes_operations,
+    routes_responses,
     routes_text,
 )
 from tailrace.server.auth import check_key
@@ -30,6 +31,7 @@ log = structlog.get_logger("tailrace.app")
 ROUTES: dict[tuple[str, str], Handler] = {
     **routes_openai.ROUTES,
     **routes_messages.ROUTES,
+    **routes_responses.ROUTES,
     **routes_generate.ROUTES,
     **routes_text.ROUTES,
     **routes_operations.ROUTES,

@@ -1,0 +1,200 @@
+"""The Responses API's input items to the chat that templates and the generation path know.
+
+    instructions                -> a first message of the system
+    role developer              -> system, the name that templates know
+    a message's text parts      -> text parts
+    reasoning of earlier turns  -> nothing: the model is not shown it again
+
+Nothing is stored, so what would refer to something stored is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tailrace.errors import RequestError
+from tailrace.server.protocol import ChatBody, SamplingFields
+
+if TYPE_CHECKING:
+    from tailrace.server.responses_protocol import ResponsesBody
+
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = frozenset(
+    {
+        LOGPROBS,
+        # Of tools and reasoning that are not here: there is never anything of theirs to include.
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "reasoning.encrypted_content",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
+TRUNCATIONS = ("disabled", "auto")
+MAX_METADATA = 16
+MAX_METADATA_KEY_CHARS = 64
+MAX_METADATA_CHARS = 512
+
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_UNFINISHED = ("in_progress", "incomplete")
+
+
+def chat_of(body: ResponsesBody) -> ChatBody:
+    """Return the chat that a body means, with its sampling.
+
+    Raises:
+        RequestError: It is malformed, or asks for what is not served.
+    """
+    _check_unserved(body)
+    _check_fields(body)
+    shared = {name: getattr(body, name) for name in SamplingFields.__struct_fields__}
+    messages = _instructions(body.instructions) + _messages(body.input)
+    return ChatBody(
+        **shared,
+        messages=messages,
+        continue_final_message=_is_unfinished(body.input),
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+def _check_unserved(body: ResponsesBody) -> None:
+    for name in ("previous_response_id", "conversation", "prompt"):
+        if getattr(body, name) is not None:
+            raise RequestError(
+                f"{name}: this server stores nothing; send the whole conversation as input",
+                param=name,
+            )
+    if body.background:
+        raise RequestError(
+            "background is true: this server stores nothing, so nobody could fetch the answer; "
+            "leave it out",
+            param="background",
+        )
+    if body.tools:
+        raise RequestError("tools are not served on this route: leave them out", param="tools")
+    form = body.text.format if body.text else None
+    kind = (form or {}).get("type", "text")
+    if kind != "text":
+        raise RequestError(
+            f"text.format.type is {str(kind)[:40]!r}: only 'text' is served on this route",
+            param="text.format",
+        )
+    if body.n not in (None, 1):
+        raise RequestError(f"n is {body.n}: a response is one answer", param="n")
+    if body.max_tokens is not None:
+        raise RequestError(
+            "max_tokens is called max_output_tokens on this route", param="max_tokens"
+        )
+
+
+def _check_fields(body: ResponsesBody) -> None:
+    for name in body.include or []:
+        if name not in INCLUDABLE:
+            raise RequestError(
+                f"include has {name[:60]!r}: send some of {', '.join(sorted(INCLUDABLE))}",
+                param="include",
+            )
+    if body.truncation not in (None, *TRUNCATIONS):
+        raise RequestError(
+            f"truncation is {body.truncation[:40]!r}: send 'disabled' or 'auto'",
+            param="truncation",
+        )
+    metadata = body.metadata or {}
+    sizes_are_right = len(metadata) <= MAX_METADATA and all(
+        len(key) <= MAX_METADATA_KEY_CHARS and len(value) <= MAX_METADATA_CHARS
+        for key, value in metadata.items()
+    )
+    if not sizes_are_right:
+        raise RequestError(
+            f"metadata has {len(metadata)} entries: send at most {MAX_METADATA}, with keys of at "
+            f"most {MAX_METADATA_KEY_CHARS} characters and values of {MAX_METADATA_CHARS}",
+            param="metadata",
+        )
+
+
+def _instructions(sent: str | None) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": sent}] if sent else []
+
+
+def _messages(sent: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    if not sent:
+        raise RequestError(
+            "input is missing or empty: send a text or a list of items", param="input"
+        )
+    if isinstance(sent, str):
+        return [{"role": "user", "content": sent}]
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(sent):
+        where = f"input[{index}]"
+        kind = item.get("type") or "message"
+        if kind == "message":
+            messages.append(_message(item, where))
+        elif kind != "reasoning":
+            raise unserved_item(kind, where)
+    if not messages:
+        raise RequestError("input holds nothing that the model reads", param="input")
+    return messages
+
+
+def unserved_item(kind: Any, where: str) -> RequestError:
+    """Return the refusal of an item that means nothing here."""
+    hint = "this server stores nothing" if kind == "item_reference" else "it is not served here"
+    return RequestError(
+        f"{where} is an item of the type {str(kind)[:40]!r}: {hint}", param=f"{where}.type"
+    )
+
+
+def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
+    role = item.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise RequestError(
+            f"{where}.role is {str(role)[:40]!r}: send one of {', '.join(_ROLES)}",
+            param=f"{where}.role",
+        )
+    content = item.get("content")
+    if not isinstance(content, str):
+        content = text_parts(content, f"{where}.content")
+    return {"role": _ROLES[role], "content": content}
+
+
+def text_parts(content: Any, where: str) -> list[dict[str, Any]]:
+    """Return a message's content parts as text parts.
+
+    Raises:
+        RequestError: They are no list, or one is not text.
+    """
+    if not isinstance(content, list):
+        raise RequestError(
+            f"{where} is a {type(content).__name__}: send a string or a list of parts", param=where
+        )
+    return [_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
+
+
+def _part(part: Any, where: str) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if field is None:
+        raise RequestError(
+            f"{where}.type is {str(kind)[:40]!r}: the model takes text only ('input_text')",
+            param=f"{where}.type",
+        )
+    text = part.get(field)
+    if not isinstance(text, str):
+        raise RequestError(
+            f"{where}.{field} is a {type(text).__name__}: send a string", param=f"{where}.{field}"
+        )
+    return {"type": "text", "text": text}
+
+
+def _is_unfinished(sent: str | list[dict[str, Any]] | None) -> bool:
+    """Whether the last item is an answer that the model is to go on with."""
+    last = sent[-1] if isinstance(sent, list) and sent else {}
+    return last.get("role") == "assistant" and last.get("status") in _UNFINISHED
+
+
+def wants_logprobs(body: ResponsesBody) -> bool:
+    """Whether the answer's tokens are to be scored."""
+    return LOGPROBS in (body.include or [])

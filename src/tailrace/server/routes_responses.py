@@ -1,0 +1,94 @@
+"""/v1/responses: OpenAI's newer API over the same chats; nothing is ever stored."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import TYPE_CHECKING
+
+from tailrace.clock import monotonic
+from tailrace.errors import RequestError
+from tailrace.server.admission import check_model, check_open
+from tailrace.server.answering import answer
+from tailrace.server.chat_job import chat_job
+from tailrace.server.responses_chat import chat_of, wants_logprobs
+from tailrace.server.responses_format import ResponseFormat
+from tailrace.server.responses_protocol import Response, ResponsesBody
+from tailrace.server.sampling import read_logprobs, read_max_tokens, read_sampling
+
+if TYPE_CHECKING:
+    from tailrace.server.http import Handler, Request
+    from tailrace.server.services import Services
+    from tailrace.types import SamplingParams
+
+PATH = "/v1/responses"
+
+
+async def responses(services: Services, request: Request) -> None:
+    """POST /v1/responses."""
+    received_s = monotonic()
+    body = await request.decode(ResponsesBody)
+    text, limits = check_open(services)
+    if not body.model:
+        raise RequestError(
+            f"model is missing: send {text.model_name!r}, which is served here", param="model"
+        )
+    check_model(body.model, text)
+    chat = chat_of(body)
+    top_logprobs = read_logprobs("top_logprobs", body.top_logprobs, limits) or 0
+    is_scored = wants_logprobs(body)
+    sampling = read_sampling(chat, limits, logprobs=top_logprobs if is_scored else None)
+    with services.admission.admitted(1, services.places):
+        job = await chat_job(
+            chat,
+            sampling,
+            text,
+            limits,
+            job_id=f"resp_{uuid.uuid4().hex}",
+            route=PATH,
+            received_s=received_s,
+            max_tokens=read_max_tokens("max_output_tokens", body.max_output_tokens),
+            max_tokens_name="max_output_tokens",
+            prompt_name="input",
+            fits_context=True,
+        )
+        form = ResponseFormat(
+            response=_response(body, sampling, job.request_id, text.model_name, top_logprobs),
+            message_id=f"msg_{uuid.uuid4().hex}",
+            tokenizer=text.tokenizer,
+            wants_logprobs=is_scored,
+        )
+        await answer(services, request, text, job, form)
+
+
+def _response(
+    body: ResponsesBody, sampling: SamplingParams, job_id: str, model: str, top_logprobs: int
+) -> Response:
+    """Return what can be said of the answer before there is one."""
+    return Response(
+        id=job_id,
+        # Unix time: a date for people, so the clock that may jump is the right one.
+        created_at=int(time.time()),
+        status="in_progress",
+        model=model,
+        output=[],
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        top_logprobs=top_logprobs,
+        text={"format": {"type": "text"}},
+        tools=[],
+        tool_choice="auto",
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        truncation=body.truncation or "disabled",
+        metadata=body.metadata or {},
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        user=body.user,
+        safety_identifier=body.safety_identifier,
+        prompt_cache_key=body.prompt_cache_key,
+    )
+
+
+ROUTES: dict[tuple[str, str], Handler] = {("POST", PATH): responses}

@@ -1,0 +1,122 @@
+"""What bodies of the Responses API mean as chats."""
+
+import pytest
+
+from tailrace.errors import RequestError
+from tailrace.server.responses_chat import chat_of
+from tailrace.server.responses_protocol import ResponsesBody, TextConfig
+
+HI = {"role": "user", "content": "Hi"}
+
+
+def messages(**fields):
+    return chat_of(ResponsesBody(**fields)).messages
+
+
+def test_a_text_is_a_users_message():
+    assert messages(input="Hi") == [HI]
+
+
+def test_instructions_come_first():
+    assert messages(input="Hi", instructions="Be brief.") == [
+        {"role": "system", "content": "Be brief."},
+        HI,
+    ]
+
+
+def test_items_are_messages_and_a_developer_is_the_system():
+    items = [
+        {"type": "message", "role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": []},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
+            "phase": "final_answer",
+            "content": [
+                {"type": "output_text", "text": "Yes", "annotations": []},
+                {"type": "refusal", "refusal": "but no"},
+            ],
+        },
+        {"type": None, **HI},
+    ]
+    assert messages(input=items) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "text", "text": "Yes"}, {"type": "text", "text": "but no"}],
+        },
+        HI,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("status", "goes_on"),
+    [(None, False), ("completed", False), ("in_progress", True), ("incomplete", True)],
+)
+def test_only_an_unfinished_answer_is_gone_on_with(status, goes_on):
+    said = {"role": "assistant", "content": "I am", "status": status}
+    assert chat_of(ResponsesBody(input=[HI, said])).continue_final_message is goes_on
+
+
+def test_sampling_goes_over():
+    chat = chat_of(
+        ResponsesBody(input="Hi", temperature=0.5, top_p=0.25, seed=3, stop="x", stream=True)
+    )
+    assert (chat.temperature, chat.top_p, chat.seed, chat.stop) == (0.5, 0.25, 3, "x")
+    assert chat.stream
+
+
+def test_what_asks_for_what_is_always_so_is_accepted():
+    assert messages(
+        input="Hi",
+        include=["reasoning.encrypted_content", "message.output_text.logprobs"],
+        truncation="auto",
+        metadata={"a": "b"},
+        n=1,
+        text=TextConfig({"type": "text"}),
+        background=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("input", {}),
+        ("input", {"input": ""}),
+        ("input", {"input": []}),
+        ("input", {"input": [{"type": "reasoning", "summary": []}]}),
+        ("input[0].role", {"input": [{"role": "tool", "content": "x"}]}),
+        ("input[1].role", {"input": [HI, {"content": "x"}]}),
+        ("input[0].content", {"input": [{"role": "user"}]}),
+        (
+            "input[0].content[0].type",
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        ),
+        (
+            "input[0].content[0].text",
+            {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+        ),
+        ("input[0].type", {"input": [{"type": "item_reference", "id": "x"}]}),
+        ("input[0].type", {"input": [{"type": "web_search_call"}]}),
+        ("input[0].type", {"input": [{"type": ["message"]}]}),
+        ("previous_response_id", {"input": "Hi", "previous_response_id": "resp_1"}),
+        ("conversation", {"input": "Hi", "conversation": "conv_1"}),
+        ("prompt", {"input": "Hi", "prompt": {"id": "p"}}),
+        ("background", {"input": "Hi", "background": True}),
+        ("include", {"input": "Hi", "include": ["everything"]}),
+        ("truncation", {"input": "Hi", "truncation": "perhaps"}),
+        ("metadata", {"input": "Hi", "metadata": {str(i): "" for i in range(17)}}),
+        ("metadata", {"input": "Hi", "metadata": {"k": "v" * 513}}),
+        ("n", {"input": "Hi", "n": 2}),
+        ("max_tokens", {"input": "Hi", "max_tokens": 3}),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(param, fields):
+    with pytest.raises(RequestError) as caught:
+        chat_of(ResponsesBody(**fields))
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert param.split("[", 1)[0] in caught.value.message
