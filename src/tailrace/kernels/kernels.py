@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tailrace.kernels.attention_batch import AttentionBatch
+    from tailrace.kernels.linear.weight import Weight
     from tailrace.kernels.rotary import Rotary
 
 WeightDtype = Literal["float32", "float16", "bfloat16"]
@@ -96,8 +97,8 @@ class Kernels(Protocol):
         """Return how the head is held where the other matrices are held in `dtype`."""
         ...
 
-    def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None, dtype: WeightDtype) -> Linear:
-        """Pack a weight once, at load.
+    def pack_linear(self, weight: Weight, bias_O: Tensor | None, dtype: WeightDtype) -> Linear:
+        """Pack a weight once, at load: plain, or quantised and then served as the device likes.
 
         Raises:
             ConfigError: The weight does not fit float16's range, or bfloat16 has no hardware.

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from tailrace.kernels.attention_batch import AttentionBatch
     from tailrace.kernels.kernels import Linear, WeightDtype
+    from tailrace.kernels.linear.weight import Weight
     from tailrace.kernels.rotary import Rotary
 
 
@@ -81,6 +82,6 @@ class TorchKernels:
         """See `Kernels.head_dtype`."""
         return head_dtype(dtype)
 
-    def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None, dtype: WeightDtype) -> Linear:
+    def pack_linear(self, weight: Weight, bias_O: Tensor | None, dtype: WeightDtype) -> Linear:
         """See `Kernels.pack_linear`."""
-        return pack_linear(weight_OI, bias_O, dtype)
+        return pack_linear(weight, bias_O, dtype)

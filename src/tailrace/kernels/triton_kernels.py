@@ -17,6 +17,7 @@ from tailrace.kernels.attention_shapes import (
     prefill_shape,
 )
 from tailrace.kernels.linear.cublas import CublasLinear
+from tailrace.kernels.linear.weight import plain
 from tailrace.kernels.paged_attention.device_batch import plan
 from tailrace.kernels.paged_attention.triton_decode import DecodeScratch, decode
 from tailrace.kernels.paged_attention.triton_prefill import prefill
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from tailrace.kernels.attention_batch import AttentionBatch
     from tailrace.kernels.kernels import Linear, WeightDtype
+    from tailrace.kernels.linear.weight import Weight
     from tailrace.kernels.paged_attention.device_batch import DeviceBatch
     from tailrace.kernels.rotary import Rotary
 
@@ -177,11 +179,11 @@ class TritonKernels:
         """See `Kernels.silu_mul`."""
         return silu_mul(gate_up_T2F)
 
-    def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None, dtype: WeightDtype) -> Linear:
-        """See `Kernels.pack_linear`."""
+    def pack_linear(self, weight: Weight, bias_O: Tensor | None, dtype: WeightDtype) -> Linear:
+        """See `Kernels.pack_linear`; quantised weights are unpacked."""
         if DTYPES[dtype] != self.dtype:
             raise ConfigError(f"weights in {dtype} do not go with activations in {self.dtype}")
-        return CublasLinear(weight_OI, bias_O, self.dtype, self.device)
+        return CublasLinear(plain(weight), bias_O, self.dtype, self.device)
 
     def head_dtype(self, dtype: WeightDtype) -> WeightDtype:
         """See `Kernels.head_dtype`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,30 +16,22 @@ from tailrace.errors import ConfigError, ModelError
 from tailrace.kernels.rotary import Rotary
 from tailrace.models.layers import Attention, GatedMlp
 from tailrace.models.rope import rotary_of
+from tailrace.models.weight_reader import WeightReader, stack, stack_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from torch import Tensor
 
     from tailrace.kernels.kernels import Kernels, Linear, WeightDtype
+    from tailrace.kernels.linear.weight import Weight
     from tailrace.models.config import ModelConfig
     from tailrace.models.layers import DecoderLayer
+    from tailrace.models.quantization import Quantization
+    from tailrace.models.weight_reader import TensorSource
 
 _FLOAT16_MAX = 65504.0
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-class TensorSource(Protocol):
-    """Where tensors come from; see `Checkpoint` and `RandomTensors`."""
-
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor, or raise `ModelError`."""
-        ...
-
-    def finish(self, ignored: Iterable[str] = ()) -> None:
-        """Raise `ModelError` where tensors are left over."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -51,12 +43,14 @@ class Builder:
         source: Gives every tensor.
         kernels: Pack and run the linear layers.
         dtype: Of the matrices as held; norms and biases stay float32.
+        quantization: Says which layers are not plain in `source`; None: all are.
     """
 
     config: ModelConfig
     source: TensorSource
     kernels: Kernels
     dtype: WeightDtype
+    quantization: Quantization | None = None
 
     def layers(self, build: Callable[[str], DecoderLayer]) -> list[DecoderLayer]:
         """Build every layer, several at once: packing uses one thread a matrix.
@@ -81,9 +75,12 @@ class Builder:
     def linear(self, names: list[str], out_sizes: list[int], in_size: int, *, bias: bool) -> Linear:
         """Pack one linear layer out of the projections `names`, stacked along their outputs."""
         sizes = list(zip(names, out_sizes, strict=True))
-        weight_OI = self._stacked([(f"{name}.weight", (size, in_size)) for name, size in sizes])
+        # All shapes are checked before memory is asked for: a config can claim anything.
+        weight_OI = stack([self._weight(name, size, in_size) for name, size in sizes])
         bias_O = (
-            self._stacked([(f"{name}.bias", (size,)) for name, size in sizes]) if bias else None
+            stack_plain([self.source.take(f"{name}.bias", (size,)) for name, size in sizes])
+            if bias
+            else None
         )
         return self._packed(names[0], weight_OI, bias_O, self.dtype)
 
@@ -130,31 +127,23 @@ class Builder:
         if self.config.tie_word_embeddings:
             # In float32 nothing is copied here: one storage serves both.
             return embedding_VH, self._head(embedding, embedding_VH.to(torch.float32))
-        head_VH = self._copied(head, shape, torch.float32)
+        head_VH = stack([self._weight(head.removesuffix(".weight"), *shape)])
         return embedding_VH, self._head(head, head_VH)
 
-    def _head(self, name: str, weight_VH: Tensor) -> Linear:
+    def _weight(self, module: str, outputs: int, inputs: int) -> Weight:
+        layout = None if self.quantization is None else self.quantization.layout_of(module)
+        return WeightReader(self.source, self.kernels.device).read(module, layout, outputs, inputs)
+
+    def _head(self, name: str, weight_VH: Weight) -> Linear:
         return self._packed(name, weight_VH, None, self.kernels.head_dtype(self.dtype))
 
     def _packed(
-        self, name: str, weight_OI: Tensor, bias_O: Tensor | None, dtype: WeightDtype
+        self, name: str, weight_OI: Weight, bias_O: Tensor | None, dtype: WeightDtype
     ) -> Linear:
         try:
             return self.kernels.pack_linear(weight_OI, bias_O, dtype)
         except ConfigError as error:
             raise ModelError(f"tensor {name} (or one that is stacked with it): {error}") from error
-
-    def _stacked(self, parts: list[tuple[str, tuple[int, ...]]]) -> Tensor:
-        """Copy tensors into one, float32, one below the other."""
-        # All shapes are checked before memory is asked for: a config can claim anything.
-        tensors = [self.source.take(name, shape) for name, shape in parts]
-        rows = [tensor.shape[0] for tensor in tensors]
-        # Dummy weights are made on the device, files are read on the host.
-        device = tensors[0].device
-        stacked = torch.empty(sum(rows), *tensors[0].shape[1:], device=device)
-        for tensor, place in zip(tensors, torch.split(stacked, rows), strict=True):
-            place.copy_(tensor)
-        return stacked
 
     def _copied(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a copy: pages of a mapped file may be dropped, and read again mid-request."""

@@ -16,15 +16,23 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tailrace.errors import ModelError, nearest
+from tailrace.models.weight_reader import FLOATS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
 _FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 _SHOWN = 5
 """Tensor names that one error message lists."""
 
@@ -49,29 +57,43 @@ class Checkpoint:
         self._homes = {key: name for name, file in self._files.items() for key in file.keys()}  # noqa: SIM118 - it is no mapping
         self._left = set(self._homes)
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor `name`, float32, float16 or bfloat16 as stored, mapped from the file.
+    def take(
+        self, name: str, *shapes: tuple[int, ...], types: Sequence[torch.dtype] = FLOATS
+    ) -> Tensor:
+        """Return the tensor `name` as stored, mapped from the file.
+
+        Args:
+            name: As in the file.
+            shapes: Any of these will do.
+            types: Any of these will do.
 
         Raises:
             ModelError: It is missing, or its shape or type is not the expected one.
         """
         if name not in self._homes:
             hint = nearest(name, self._homes)
-            raise ModelError(f"{self.folder}: tensor {name} {list(shape)} is missing{hint}")
+            raise ModelError(f"{self.folder}: tensor {name} {list(shapes[0])} is missing{hint}")
         view = self._files[self._homes[name]].get_slice(name)
         found = tuple(view.get_shape())
-        if found != shape:
+        if found not in shapes:
+            expected = " or ".join(str(list(shape)) for shape in shapes)
+            raise ModelError(f"{self.place(name)} has shape {list(found)}, expected {expected}")
+        if _DTYPES.get(view.get_dtype()) not in types:
+            names = [name for name, dtype in _DTYPES.items() if dtype in types]
             raise ModelError(
-                f"{self.folder}: tensor {name} has shape {list(found)}, expected {list(shape)}"
-            )
-        if view.get_dtype() not in _DTYPES:
-            raise ModelError(
-                f"{self.folder}: tensor {name} has type {view.get_dtype()}; "
-                f"supported are {', '.join(_DTYPES)}"
+                f"{self.place(name)} has type {view.get_dtype()}; supported are {', '.join(names)}"
             )
         self._left.discard(name)
         tensor: Tensor = self._files[self._homes[name]].get_tensor(name)
         return tensor
+
+    def has(self, name: str) -> bool:
+        """Tell whether there is such a tensor."""
+        return name in self._homes
+
+    def place(self, name: str) -> str:
+        """Say in which file a tensor is, or should be."""
+        return f"{self.folder / self._homes.get(name, '')}: tensor {name}"
 
     def finish(self, ignored: Iterable[str] = ()) -> None:
         """Check that nothing is left over: a tensor without a place means another architecture.
@@ -103,8 +125,14 @@ class RandomTensors:
         self.seed = seed
         self.device = device or torch.device("cpu")
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return float32 of `shape`."""
+    def take(
+        self,
+        name: str,
+        *shapes: tuple[int, ...],
+        types: Sequence[torch.dtype] = FLOATS,  # noqa: ARG002 - there are no others
+    ) -> Tensor:
+        """Return float32 of the first of `shapes`."""
+        shape = shapes[0]
         if len(shape) == 1:
             fill = torch.zeros if name.endswith(".bias") else torch.ones
             return fill(shape, device=self.device)
@@ -112,6 +140,14 @@ class RandomTensors:
         generator = torch.Generator(self.device).manual_seed(self.seed ^ name_number)
         weights: Tensor = torch.randn(shape, generator=generator, device=self.device)
         return weights.mul_(shape[-1] ** -0.5)
+
+    def has(self, name: str) -> bool:  # noqa: ARG002 - as below
+        """Nothing that is optional is there."""
+        return False
+
+    def place(self, name: str) -> str:
+        """Say that there is no file."""
+        return f"dummy weights: tensor {name}"
 
     def finish(self, ignored: Iterable[str] = ()) -> None:
         """Nothing can be left over."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from tailrace.errors import ModelError
+from tailrace.models.quantization import Quantization, read_quantization
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,6 +69,8 @@ class ModelConfig:
     """RMS norm of each head's q and k before the rotation."""
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    quantization: Quantization | None = None
+    """How the linear layers are stored; None is plain."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,7 @@ def load_config(folder: Path) -> ModelConfig:
     _refuse_unsupported(raw, file)
     eos = _eos_token_ids(raw, folder / "generation_config.json")
     theta, scaling = _rope(raw, file)
+    stored = raw.quantization_config
     head_dim = raw.head_dim or raw.hidden_size // max(raw.num_attention_heads, 1)
     config = ModelConfig(
         architecture=architecture,
@@ -158,6 +162,7 @@ def load_config(folder: Path) -> ModelConfig:
         qk_norm=traits.qk_norm,
         eos_token_ids=eos,
         bos_token_id=raw.bos_token_id,
+        quantization=None if stored is None else read_quantization(stored, file),
     )
     _check_sizes(config, file)
     return config
@@ -187,12 +192,6 @@ def _architecture(raw: _File, file: Path) -> str:
 
 
 def _refuse_unsupported(raw: _File, file: Path) -> None:
-    if raw.quantization_config is not None:
-        method = raw.quantization_config.get("quant_method", "unnamed")
-        raise ModelError(
-            f"{file}: quantization_config with quant_method {method!r} is not supported; "
-            "serve the unquantised checkpoint or a GGUF file"
-        )
     if raw.hidden_act != "silu":
         raise ModelError(f"{file}: hidden_act {raw.hidden_act!r} is not supported, only 'silu' is")
     if raw.partial_rotary_factor not in (None, 1.0):

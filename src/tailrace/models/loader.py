@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tailrace.errors import ModelError
-from tailrace.models.builder import Builder, TensorSource
+from tailrace.models.builder import Builder
 from tailrace.models.checkpoint import Checkpoint, RandomTensors
 from tailrace.models.config import load_config
+from tailrace.models.quantization import chosen
 from tailrace.models.registry import builder_of
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from tailrace.kernels.kernels import Kernels, WeightDtype
     from tailrace.models.causal_lm import CausalLM
+    from tailrace.models.weight_reader import TensorSource
 
 _DTYPES: dict[str, WeightDtype] = {
     "auto": "float16",
@@ -31,7 +33,13 @@ _IGNORED = (r".*\.rotary_emb\.inv_freq",)
 
 
 def load_model(
-    folder: Path, *, dtype: str, kernels: Kernels, load_format: str = "auto", seed: int = 0
+    folder: Path,
+    *,
+    dtype: str,
+    kernels: Kernels,
+    load_format: str = "auto",
+    quant_type: str = "auto",
+    seed: int = 0,
 ) -> CausalLM:
     """Load and pack a model.
 
@@ -41,6 +49,8 @@ def load_model(
             where bfloat16 matrices take them.
         kernels: Run the model, and pack its weights to their liking.
         load_format: "auto" reads safetensors; "dummy" needs config.json alone.
+        quant_type: "auto" reads weights as the checkpoint says; "fp8" also rounds plain ones; see
+            `quantization.chosen`.
         seed: Of dummy weights.
 
     Raises:
@@ -50,7 +60,11 @@ def load_model(
         raise ModelError(f"dtype {dtype!r} must be one of {', '.join(_DTYPES)}")
     config = load_config(folder)
     source = _source(folder, load_format, seed, kernels.device)
-    model = builder_of(config.architecture)(Builder(config, source, kernels, _DTYPES[dtype]))
+    quantization = chosen(quant_type, config.quantization, folder / "config.json")
+    if quantization is not None and load_format == "dummy":
+        quantization = quantization.rounded()
+    builder = Builder(config, source, kernels, _DTYPES[dtype], quantization)
+    model = builder_of(config.architecture)(builder)
     # A tied checkpoint may carry the head as well; transformers ignores it there, too.
     source.finish((*_IGNORED, r"lm_head\.weight") if config.tie_word_embeddings else _IGNORED)
     return model

@@ -1,4 +1,9 @@
-"""Which packed form a weight takes."""
+"""Which packed form a weight takes on a CPU.
+
+Quantised weights are unpacked once, at load, and then served like any other: torch's 4- and 8-bit
+products for CPUs want bfloat16 activations and are two to three times slower than float16 weights
+at every batch (docs/adr/0007). In float32 this is exact.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +15,22 @@ from tailrace.kernels.linear.bfloat16 import Bfloat16Linear
 from tailrace.kernels.linear.fbgemm import Float16Linear
 from tailrace.kernels.linear.mkldnn import PackedFloat32Linear
 from tailrace.kernels.linear.reference import Float32Linear
+from tailrace.kernels.linear.weight import plain
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tailrace.kernels.kernels import Linear, WeightDtype
+    from tailrace.kernels.linear.weight import Weight
 
 
-def pack_linear(weight_OI: Tensor, bias_O: Tensor | None, dtype: WeightDtype) -> Linear:
+def pack_linear(weight: Weight, bias_O: Tensor | None, dtype: WeightDtype) -> Linear:
     """Pack a weight for the machine; float16 and bfloat16 round it.
 
     Raises:
         ConfigError: The weight does not fit float16's range, or the processor has no bfloat16.
     """
+    weight_OI = plain(weight)
     if dtype == "float16":
         return Float16Linear(weight_OI, bias_O)
     if dtype == "bfloat16":
