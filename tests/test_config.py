@@ -47,7 +47,7 @@ def test_the_block_size_is_a_unit_or_a_mix_of_sizes_over_the_smallest():
         ("port", 70000, "0 to 65535"),
         ("port", "x", "port"),
         ("max_batch_size", 0, "at least 1"),
-        ("quant_type", "awq", "not served yet"),
+        ("quant_type", "awk", "did you mean 'awq'"),
         ("gpus", "0,1", "several GPUs is not in this version"),
         ("kv_cache_dtype", "fp8", "float32"),
         ("context_length", -1, "at least 0"),

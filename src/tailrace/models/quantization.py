@@ -19,13 +19,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
+from tailrace.config import QUANT_TYPES
 from tailrace.errors import ModelError, nearest
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-QUANT_TYPES = ("auto", "none", "awq", "fp8", "compressed-tensors")
-"""What --quant-type may be; all but auto, none and fp8 are a checkpoint's `quant_method`."""
 
 Float8Grain = Literal["tensor", "channel", "block128"]
 

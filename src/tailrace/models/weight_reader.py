@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from tailrace.errors import ConfigError, ModelError
+from tailrace.errors import ModelError
 from tailrace.kernels.linear.float8 import (
     BLOCK,
     FLOAT8,
