@@ -13,7 +13,7 @@ from tailrace.kernels.linear.weight import format_of, plain
 from tailrace.kernels.select import select
 from tailrace.models.checkpoint import Checkpoint
 from tailrace.models.config import load_config
-from tailrace.models.loader import load_model
+from tailrace.models.loader import describe_weights, load_model
 from tailrace.models.weight_reader import WeightReader, stack
 from tests.models.paged import PagedRun
 from tests.support.quantized import (
@@ -114,6 +114,16 @@ def test_a_quantised_head_is_read(tmp_path):
     form = compressed_float8("channel", ignore=[])
     folder = write(tmp_path, form, "qwen2", layers=".weight", plain=("model.embed_tokens",))
     assert torch.equal(logits(folder), logits(plain_beside(folder)))
+
+
+def test_what_weights_take_and_where_they_come_from_is_said(tmp_path):
+    folder = write(tmp_path, awq(32))
+    model = load_model(folder, dtype="float16", kernels=select("torch", 1))
+    assert describe_weights(model) == (
+        "0 MiB of weights: 5 x fbgemm float16; read from awq, 4 bits in groups of 32"
+    )
+    source = load_model(tmp_path / "source", dtype="float16", kernels=select("torch", 1))
+    assert describe_weights(source) == "0 MiB of weights: 5 x fbgemm float16"
 
 
 def test_float16_holds_the_values_rounded_once(tmp_path):

@@ -23,7 +23,7 @@ from tailrace.errors import ConfigError
 from tailrace.kernels.attention_shapes import decode_shape, prefill_shape
 from tailrace.kernels.paged_attention.device_batch import DeviceBatch, cut_tiles
 from tailrace.kernels.triton_kernels import TritonKernels
-from tailrace.models.loader import load_model
+from tailrace.models.loader import describe_weights, load_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -110,6 +110,7 @@ def load_runner(
         quant_type=config.quant_type,
         seed=config.seed,
     )
+    log.info("weights_loaded", held=describe_weights(model))
     sampler = DeviceSampler(
         config.max_batch_size,
         model.config.vocab_size,

@@ -81,7 +81,7 @@ def load(config: EngineConfig, folder: Path) -> Loaded:
     from tailrace.engine.runner import Runner, kv_bytes_per_token  # noqa: PLC0415
     from tailrace.engine.sampler import Sampler  # noqa: PLC0415
     from tailrace.kernels.select import select  # noqa: PLC0415
-    from tailrace.models.loader import load_model  # noqa: PLC0415
+    from tailrace.models.loader import describe_weights, load_model  # noqa: PLC0415
 
     threads = thread_count(config.threads)
     kernels = select(config.cpu_kernels, threads)
@@ -110,7 +110,7 @@ def load(config: EngineConfig, folder: Path) -> Loaded:
         runner=runner,
         blocks=make_blocks(config, num_blocks, prefix_cache=config.prefix_cache),
         context_length=context,
-        device=f"cpu ({threads} threads, {kernels.name} kernels, {dtype} weights)",
+        device=f"cpu ({threads} threads, {kernels.name} kernels, {describe_weights(model)})",
     )
 
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from tailrace.kernels.linear.weight import Weight
     from tailrace.models.config import ModelConfig
     from tailrace.models.layers import DecoderLayer
-    from tailrace.models.quantization import Quantization
     from tailrace.models.weight_reader import TensorSource
 
 _FLOAT16_MAX = 65504.0
@@ -39,18 +38,16 @@ class Builder:
     """Takes tensors from `source` and packs them for `kernels`.
 
     Args:
-        config: Gives every shape.
+        config: Gives every shape, and says how the linear layers' weights are stored.
         source: Gives every tensor.
         kernels: Pack and run the linear layers.
         dtype: Of the matrices as held; norms and biases stay float32.
-        quantization: Says which layers are not plain in `source`; None: all are.
     """
 
     config: ModelConfig
     source: TensorSource
     kernels: Kernels
     dtype: WeightDtype
-    quantization: Quantization | None = None
 
     def layers(self, build: Callable[[str], DecoderLayer]) -> list[DecoderLayer]:
         """Build every layer, several at once: packing uses one thread a matrix.
@@ -131,7 +128,8 @@ class Builder:
         return embedding_VH, self._head(head, head_VH)
 
     def _weight(self, module: str, outputs: int, inputs: int) -> Weight:
-        layout = None if self.quantization is None else self.quantization.layout_of(module)
+        quantization = self.config.quantization
+        layout = None if quantization is None else quantization.layout_of(module)
         return WeightReader(self.source, self.kernels.device).read(module, layout, outputs, inputs)
 
     def _head(self, name: str, weight_VH: Weight) -> Linear:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Sequence
 
     from torch import Tensor
@@ -27,6 +28,11 @@ class CausalLM(Protocol):
     @property
     def weight_bytes(self) -> int:
         """Bytes that the weights take as they are held."""
+        ...
+
+    @property
+    def linear_names(self) -> Counter[str]:
+        """How many linear layers are computed in which way, the head among them."""
         ...
 
     def forward(

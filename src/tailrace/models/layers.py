@@ -21,6 +21,7 @@ hands on its own output and the residual separately:
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -132,19 +133,25 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights as they are held; a storage that embedding and head share, twice."""
-        total = _bytes(self.embedding) + _bytes(self.final_norm) + self.head.nbytes
+        norms = [self.final_norm]
+        for layer in self.layers:
+            attention = layer.attention
+            parts = (layer.attention_norm, layer.mlp_norm, attention.q_norm, attention.k_norm)
+            norms += [norm for norm in parts if norm is not None]
+        total = sum(linear.nbytes for linear in self._linears())
+        return total + _bytes(self.embedding) + sum(map(_bytes, norms))
+
+    @property
+    def linear_names(self) -> Counter[str]:
+        """How many linear layers are computed in which way, the head among them."""
+        return Counter(linear.name for linear in self._linears())
+
+    def _linears(self) -> list[Linear]:
+        linears = [self.head]
         for layer in self.layers:
             attention, mlp = layer.attention, layer.mlp
-            linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
-            norms = (
-                layer.attention_norm,
-                layer.mlp_norm,
-                attention.q_norm,
-                attention.k_norm,
-            )
-            total += sum(linear.nbytes for linear in linears)
-            total += sum(_bytes(norm) for norm in norms if norm is not None)
-        return total
+            linears += (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+        return linears
 
 
 def _bytes(tensor: Tensor) -> int:

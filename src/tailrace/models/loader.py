@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tailrace.errors import ModelError
@@ -63,11 +64,23 @@ def load_model(
     quantization = chosen(quant_type, config.quantization, folder / "config.json")
     if quantization is not None and load_format == "dummy":
         quantization = quantization.rounded()
-    builder = Builder(config, source, kernels, _DTYPES[dtype], quantization)
+    config = replace(config, quantization=quantization)
+    builder = Builder(config, source, kernels, _DTYPES[dtype])
     model = builder_of(config.architecture)(builder)
     # A tied checkpoint may carry the head as well; transformers ignores it there, too.
     source.finish((*_IGNORED, r"lm_head\.weight") if config.tie_word_embeddings else _IGNORED)
     return model
+
+
+def describe_weights(model: CausalLM) -> str:
+    """Say in one line what the weights take, how they are computed, and what they were read from.
+
+    Such as "256 MiB of weights: 121 x fbgemm float16; read from awq, 4 bits in groups of 64".
+    """
+    names = ", ".join(f"{count} x {name}" for name, count in model.linear_names.most_common())
+    stored = model.config.quantization
+    origin = "" if stored is None else f"; read from {stored.describe()}"
+    return f"{model.weight_bytes / 2**20:,.0f} MiB of weights: {names}{origin}"
 
 
 def _source(folder: Path, load_format: str, seed: int, device: torch.device) -> TensorSource:

@@ -107,6 +107,11 @@ class Quantization:
                 return rule.layout
         return None
 
+    def describe(self) -> str:
+        """Say it in a few words, such as "awq, 4 bits in groups of 64"."""
+        kinds = list(dict.fromkeys(_in_words(rule.layout) for rule in self.rules))
+        return f"{self.method}, {' and '.join(kinds)}"
+
     @property
     def is_float8(self) -> bool:
         """Whether every quantised layer is held in FP8."""
@@ -402,3 +407,11 @@ def _rounded(layout: Layout) -> Layout:
     if isinstance(layout, StoredFloat8):
         return RoundedFloat8(layout.grain)
     return layout
+
+
+def _in_words(layout: Layout) -> str:
+    if isinstance(layout, StoredFloat8 | RoundedFloat8):
+        words = f"FP8 with a scale a {layout.grain.replace('block128', 'block')}"
+    else:
+        words = f"4 bits in groups of {layout.group}" if layout.group != -1 else "4 bits by rows"
+    return words + (" (rounded here)" if isinstance(layout, RoundedInt4 | RoundedFloat8) else "")
