@@ -182,6 +182,7 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True):
     wide_share: float = 0.0
     """Share of the block tables' entries that lie in aligned runs of 4."""
     prompt_tokens_total: int = 0
+    """Computed; what a preemption makes them compute again is not counted again."""
     generation_tokens_total: int = 0
     cached_tokens_total: int = 0
     prefix_query_tokens_total: int = 0

@@ -190,7 +190,9 @@ TestMachine = Machine.TestCase
 TestOneSize = OneSize.TestCase
 
 
-def run_through(blocks: BlockManager, name: str, tokens: list[int], salt: str = "") -> Table:
+def run_through(
+    blocks: BlockManager, name: str, tokens: list[int], salt: str | None = ""
+) -> Table:
     table = blocks.open(name, tokens, salt)
     blocks.grow(table, len(tokens))
     blocks.commit(table, tokens, len(tokens))
@@ -263,6 +265,22 @@ def test_without_a_prefix_cache_nothing_is_found_and_everything_is_free_again():
     assert blocks.demand(list(range(17)), "", 18) == 3
     assert blocks.available_units == 4
     blocks.check_integrity()
+
+
+def test_a_sequence_without_a_salt_finds_nothing_and_leaves_nothing_to_find():
+    blocks = BlockManager(8, SIZE)
+    tokens = list(range(20))
+    run_through(blocks, "a", tokens)
+    assert blocks.lookup(tokens, None) == 0
+    assert blocks.demand(tokens, None, 21) == 3
+    private = run_through(blocks, "b", tokens, None)
+    assert (private.cached_tokens, blocks.duplicate_units) == (0, 0)
+    blocks.close(private)
+    assert blocks.available_units == 5
+    blocks.check_integrity()
+    own = list(range(100, 120))
+    blocks.close(run_through(blocks, "c", own, None))
+    assert blocks.lookup(own, "") == 0
 
 
 def test_two_sequences_that_compute_the_same_keep_their_own_units():

@@ -331,6 +331,15 @@ def test_stats_count_what_ran():
     assert stats.steps_total == 4
 
 
+def test_a_prompt_that_is_preempted_and_computed_again_counts_once():
+    bench = make_bench(num_blocks=8, slots=4, budget=64, prefix_cache=False, surprised=True)
+    for index in range(3):
+        bench.engine.add(request(f"r-{index}", [index] * 14, 20))
+    bench.run()
+    assert bench.engine.scheduler.preemptions_total > 0
+    assert bench.engine.stats().prompt_tokens_total == 3 * 14
+
+
 def test_the_kv_report_tells_who_holds_what_and_what_is_broken():
     bench = make_bench()
     bench.engine.add(request("r-0", [1] * 10, 20))

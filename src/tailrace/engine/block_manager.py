@@ -188,28 +188,28 @@ class BlockManager:
 
     # A sequence's life
 
-    def lookup(self, token_ids: Sequence[int], salt: str) -> int:
+    def lookup(self, token_ids: Sequence[int], salt: str | None) -> int:
         """Return how many tokens `open` would find cached; takes nothing."""
-        if self._cache is None:
+        if self._cache is None or salt is None:
             return 0
         return len(self._cache.find(token_ids, salt)[0]) * self.unit_tokens
 
-    def demand(self, token_ids: Sequence[int], salt: str, num_tokens: int) -> int:
+    def demand(self, token_ids: Sequence[int], salt: str | None, num_tokens: int) -> int:
         """Units that a new table for so many tokens would take of those available.
 
         Args:
             token_ids: The prompt.
-            salt: Whose prefixes it may share.
+            salt: Whose prefixes it may share; None: nobody's.
             num_tokens: At least the prompt's.
         """
         needed = self.units_for(num_tokens)
-        if self._cache is None:
+        if self._cache is None or salt is None:
             return needed
         hits, _ = self._cache.find(token_ids, salt)
         return needed - sum(not self._cache.is_idle(unit) for unit in hits)
 
     def open(
-        self, seq_id: str, token_ids: Sequence[int], salt: str, expected_tokens: int = 0
+        self, seq_id: str, token_ids: Sequence[int], salt: str | None, expected_tokens: int = 0
     ) -> Table:
         """Start a sequence's table with its cached prefix, and lease what it is expected to need.
 
@@ -218,7 +218,8 @@ class BlockManager:
         Args:
             seq_id: Whose table.
             token_ids: The prompt, or all tokens known.
-            salt: Only prefixes of the same salt are found.
+            salt: Only prefixes of the same salt are found; with None the sequence finds nothing
+                and leaves nothing to find.
             expected_tokens: How long the sequence is expected to become; at least its prompt.
 
         Raises:
@@ -228,8 +229,8 @@ class BlockManager:
             raise EngineError(f"sequence {seq_id} holds units already")
         # Not given up and asked for again: others that are short would come first.
         reserved = self._reservations.pop(seq_id, None)
-        table = Table(seq_id, reserved or self._leases.open(seq_id), parent=salt)
-        if self._cache is not None:
+        table = Table(seq_id, reserved or self._leases.open(seq_id), parent=salt or "")
+        if self._cache is not None and salt is not None:
             self._take_prefix(table, token_ids, salt)
             table.commit_at = (table.known + 1) * self.unit_tokens
         self._tables[seq_id] = table
@@ -350,7 +351,7 @@ class BlockManager:
                 f"known and units for {table.capacity} held"
             )
         cache, size = self._cache, self.unit_tokens
-        if cache is None:
+        if cache is None or table.commit_at == _NEVER:
             return
         start, parent = table.known * size, table.parent
         while (end := start + size) <= num_computed:

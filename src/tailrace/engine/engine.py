@@ -347,8 +347,12 @@ class Engine:
         self._counters.busy_s += now - started
 
     def _count_prefill(self, chunk: Chunk) -> None:
-        prompt_end = min(chunk.end, chunk.sequence.num_prompt)
-        self._counters.prompt_tokens += max(0, prompt_end - chunk.start)
+        sequence = chunk.sequence
+        end = min(chunk.end, sequence.num_prompt)
+        start = max(chunk.start, sequence.prompt_counted)
+        if end > start:
+            self._counters.prompt_tokens += end - start
+            sequence.prompt_counted = end
 
     @staticmethod
     def _take_prompt_logprobs(chunk: Chunk, result: StepResult, index: int) -> None:

@@ -67,7 +67,8 @@ class Sequence:
     """`max_tokens`, or what the context leaves."""
     arrival_s: float
     priority: int = 0
-    cache_salt: str = ""
+    cache_salt: str | None = ""
+    """Whose cached prefixes it shares; None: nobody's, and it leaves none."""
     status: Status = Status.WAITING
     slot: int = NO_SLOT
     num_computed: int = 0
@@ -81,6 +82,8 @@ class Sequence:
     """Tokens of the whole answer, as guessed when it was last admitted or outgrew the guess."""
     scheduled_s: float = 0.0
     first_token_s: float = 0.0
+    prompt_counted: int = 0
+    """Prompt positions before this one are in the counters; a preempted prompt counts once."""
     prompt_scored: int = 0
     """Prompt positions whose log-probabilities were asked of the runner."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -154,12 +157,9 @@ class Sequence:
         self.status = target
 
 
-def _salt_of(request: EngineRequest) -> str:
-    # Prompt log-probabilities need every prompt position computed, so no cached prefix: a salt of
-    # its own never hits.
-    if request.sampling.prompt_logprobs is None:
-        return request.cache_salt
-    return f"{request.cache_salt}\0{request.request_id}"
+def _salt_of(request: EngineRequest) -> str | None:
+    # Prompt log-probabilities need every prompt position computed: no cached prefix.
+    return request.cache_salt if request.sampling.prompt_logprobs is None else None
 
 
 def _take(sequence: Sequence, request: EngineRequest, context_length: int) -> None:
