@@ -1,8 +1,7 @@
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.engine.forecast import FIRST_GUESS_TOKENS, AnswerLengths, peak_units
+from tailrace.engine.forecast import FIRST_GUESS_TOKENS, AnswerLengths
 
 
 def seen(*lengths: int) -> AnswerLengths:
@@ -40,23 +39,3 @@ def test_old_answers_are_forgotten():
 def test_a_guess_is_more_than_there_is_and_within_the_limit(lengths, so_far, limit):
     guess = seen(*lengths).expect(so_far, limit)
     assert so_far < guess <= max(limit, so_far + 1)
-
-
-def simulated(sequences: list[tuple[int, int]], unit: int) -> float:
-    """Grow all by a token a step, counting fractions of units, and look at every step."""
-    return max(
-        sum(held + step / unit for held, growth in sequences if growth >= step)
-        for step in range(max(growth for _, growth in sequences) + 1)
-    )
-
-
-@given(
-    sequences=st.lists(st.tuples(st.integers(0, 50), st.integers(1, 60)), min_size=1, max_size=12),
-    unit=st.sampled_from([1, 8]),
-)
-def test_the_peak_is_that_of_a_simulation(sequences, unit):
-    assert peak_units(sequences, unit) == pytest.approx(simulated(sequences, unit))
-
-
-def test_nobody_needs_nothing():
-    assert peak_units([], 8) == 0

@@ -1,23 +1,12 @@
-"""How long answers will be, and how full the pool will get before somebody ends.
+"""How long answers will be, by those that came before.
 
-Memory promised to one sequence can serve another in the meantime, if that one ends first:
-
-    units   |        ____ A reaches its promised length
-            |   ____/|
-            |__/  B  |__      lending to B works: B ends before A needs what B holds
-            +-------------- steps
-
-Both are guesses, never trusted: a wrong one costs a preemption, not an answer.
+A guess, never trusted: a wrong one costs a preemption, not an answer.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections import deque
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 FIRST_GUESS_TOKENS = 256
 """Of an answer, before enough were seen."""
@@ -51,20 +40,3 @@ class AnswerLengths:
         else:
             guess = max(2 * so_far, FIRST_GUESS_TOKENS)
         return min(max(guess, so_far + 1), max(limit, so_far + 1))
-
-
-def peak_units(sequences: Iterable[tuple[int, int]], unit_tokens: int) -> float:
-    """Return the most units held at once if every sequence grows by a token a step, then ends.
-
-    Args:
-        sequences: Of each, the units that it holds and the tokens it will still grow by.
-        unit_tokens: Tokens of a unit.
-    """
-    # Fullest just before somebody ends: then all that end later are there, each grown as long.
-    units = 0
-    peak = 0.0
-    latest_first = sorted(sequences, key=lambda s: s[1], reverse=True)
-    for count, (held, growth) in enumerate(latest_first, start=1):
-        units += held
-        peak = max(peak, units + count * growth / unit_tokens)
-    return peak

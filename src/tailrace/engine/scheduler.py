@@ -5,13 +5,13 @@ Rules, in this order:
 2. Decodes come first, one token each, so that no prompt can starve a running stream.
 3. What the budget leaves goes to prefills in order (priority, then age): first those under way,
    then new ones. Several may be mid-prefill at once.
-4. A waiting sequence is admitted where a slot is free, its whole prompt fits what is available
-   now, and its expected length can be leased; or, on borrowed units, where the pool is not forecast
-   to overflow before somebody ends. Who was preempted once is admitted on a full lease only.
+4. A waiting sequence is admitted where a slot is free and its expected length can be leased; or, on
+   borrowed units, where its prompt is available now and what remains lets everybody grow by a few
+   tokens, in which somebody will likely end. Who was preempted four times needs a full lease.
 5. Out of units, a sequence inside its lease gets them back from the youngest borrower, which is
    preempted (recomputed later). One beyond its lease can preempt only borrowers younger than
-   itself, else it is the one to go. So nobody is preempted inside a full lease, and each preemption
-   at least doubles the lease: everybody ends.
+   itself, else it is the one to go. So nobody is preempted inside a full lease, each preemption at
+   least doubles the lease that is asked for, and after the fourth it is a full one: everybody ends.
 6. A prompt's chunk is cut to what is available before anybody is preempted for it.
 7. Nobody is admitted in a step that preempted somebody.
 8. What a step has left when nobody waits goes to prompts that are still arriving; they are the
@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tailrace.engine.early_prompts import STEP_SHARE, EarlyPrompts
-from tailrace.engine.forecast import AnswerLengths, peak_units
+from tailrace.engine.forecast import AnswerLengths
 from tailrace.engine.sequence import NO_SLOT, Sequence, Status
 from tailrace.errors import EngineError
 
@@ -39,8 +39,11 @@ if TYPE_CHECKING:
 
     from tailrace.engine.block_manager import BlockManager, Table
 
-# More costs concurrency, less costs preemptions: docs/performance.md, "The block manager".
-_MARGIN_UNITS = 2
+# What is kept for each running sequence when somebody starts on borrowed units. More costs
+# concurrency, less costs preemptions: docs/performance.md, "The block manager".
+_GROWTH_TOKENS = 18
+_PATIENCE = 4
+"""Preemptions after which a sequence waits for a full lease."""
 
 
 @dataclass(frozen=True)
@@ -332,27 +335,12 @@ class Scheduler:
             return False
         if not self.running or now + later <= unclaimed:
             return True
-        if sequence.preemptions:
+        if sequence.preemptions >= _PATIENCE:
             return False
         others = blocks.reserved_units - blocks.reserved_for(sequence.request_id)
-        own = held - table.shared if table is not None else 0
-        peak = self._forecast((now + own, sequence.expected_output))
-        return peak + others <= self._usable_units
+        growth = blocks.units_for(_GROWTH_TOKENS * len(self.running))
+        return now + growth + others <= blocks.available_units
 
-    @property
-    def _usable_units(self) -> int:
-        """Units that forecasts may fill: each runner may be off by a little."""
-        return self.blocks.num_units - _MARGIN_UNITS * len(self.running)
-
-    def _forecast(self, newcomer: tuple[int, int]) -> float:
-        """Units that will be held at the fullest moment, with a newcomer."""
-        unit = self.blocks.unit_tokens
-        held = [newcomer]
-        for sequence in self.running:
-            units = -(-sequence.length // unit) - _table_of(sequence).shared
-            left = sequence.expected_output - sequence.num_output - sequence.pending_tokens
-            held.append((units, max(left, 1)))
-        return peak_units(held, unit)
 
     def _preempt(self, step: Step, victim: Sequence) -> None:
         """Send a running sequence back to wait, to be recomputed."""
