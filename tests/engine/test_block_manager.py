@@ -190,9 +190,7 @@ TestMachine = Machine.TestCase
 TestOneSize = OneSize.TestCase
 
 
-def run_through(
-    blocks: BlockManager, name: str, tokens: list[int], salt: str | None = ""
-) -> Table:
+def run_through(blocks: BlockManager, name: str, tokens: list[int], salt: str | None = "") -> Table:
     table = blocks.open(name, tokens, salt)
     blocks.grow(table, len(tokens))
     blocks.commit(table, tokens, len(tokens))

@@ -125,21 +125,31 @@ def test_nobody_is_admitted_in_a_step_that_preempts():
     assert chosen.waiting[0].preemptions == 1
 
 
-def test_a_prompt_that_cannot_be_leased_in_full_is_admitted_where_others_end_first():
-    # s0 is leased 8 + 64 tokens, 9 units; s1 8 + 8, 2 units.
-    chosen = scheduler(blocks=20, budget=100, slots=8)
-    for index, output in enumerate([64, 8]):
-        chosen.add(sequence(index, 8, output=output))
-    chosen.schedule()
-    assert chosen.blocks.unclaimed_units == 9
-    # 46 + 30 more would fill 10; but they are gone again before s0 is half through.
-    chosen.add(sequence(3, 46, output=30))
+@pytest.mark.parametrize(("prompt", "is_admitted"), [(119, True), (120, False)])
+def test_a_prompt_that_cannot_be_leased_in_full_starts_where_everybody_can_still_grow(
+    prompt, is_admitted
+):
+    chosen = scheduler(blocks=20, budget=200)
+    chosen.add(sequence(0, 8, output=64))
+    settle(chosen, chosen.schedule())
+    # s0 takes its second unit of 9; 18 are left, of which 3 are kept for it to grow by 18 tokens.
+    chosen.add(sequence(1, prompt, output=500))
     step = chosen.schedule()
-    assert [s.request_id for s in step.admitted] == ["s3"]
-    assert chosen.blocks.unclaimed_units == 0
-    # One that would still be there when s0 needs its units is not.
-    chosen.add(sequence(4, 40, output=64))
-    assert not chosen.schedule().admitted
+    assert [s.request_id for s in step.admitted] == ["s1"] * is_admitted
+    assert (chosen.blocks.unclaimed_units == 0) is is_admitted
+
+
+def test_who_was_preempted_four_times_waits_for_a_full_lease():
+    chosen = scheduler(blocks=20, budget=200)
+    chosen.add(sequence(0, 8, output=64))
+    settle(chosen, chosen.schedule())
+    patient = sequence(1, 80, output=16)  # 12 units, of which 11 are promised to nobody
+    patient.preemptions = 3
+    assert chosen._fits(patient)
+    patient.preemptions = 4
+    assert not chosen._fits(patient)
+    chosen.finish(chosen.running[0])
+    assert chosen._fits(patient)
 
 
 def test_an_owner_gets_its_units_back_from_a_borrower_that_was_expected_to_end():
@@ -178,7 +188,7 @@ def test_a_prompts_chunk_is_cut_to_what_is_available_before_anybody_goes():
     assert not step.preempted
 
 
-def test_who_was_preempted_comes_back_on_a_full_lease_at_least_twice_as_long():
+def test_who_was_preempted_asks_for_a_lease_at_least_twice_as_long():
     chosen = scheduler(blocks=10, budget=100, surprised=True)
     for index in range(3):
         chosen.add(sequence(index, 15, output=40))
@@ -192,7 +202,6 @@ def test_who_was_preempted_comes_back_on_a_full_lease_at_least_twice_as_long():
             if admitted.preemptions:
                 length = min(2 * preempted[admitted.request_id], admitted.max_output)
                 assert admitted.expected_output >= length
-                assert admitted.kv.lease.debt == admitted.kv.lease.short == 0
         settle(chosen, step)
         chosen.blocks.check_integrity()
     assert preempted

@@ -341,7 +341,6 @@ class Scheduler:
         growth = blocks.units_for(_GROWTH_TOKENS * len(self.running))
         return now + growth + others <= blocks.available_units
 
-
     def _preempt(self, step: Step, victim: Sequence) -> None:
         """Send a running sequence back to wait, to be recomputed."""
         step.drop(victim)
