@@ -14,8 +14,9 @@ equal pools:
                blocks, the youngest is preempted and recomputed
     reserve    blocks of 16, prompt + max_tokens reserved before a request starts
 
-A client asks for `max_tokens`; without (chat) the whole context is reserved. `speed` times single
-operations and a step of decodes on a large pool.
+A client asks for `max_tokens`; without (chat) the whole context is reserved. Beside each ratio of
+requests that run at once stands the most that it could be: Tailrace's, were its pool full of
+nothing but live tokens. `speed` times single operations and a step of decodes on a large pool.
 """
 
 from __future__ import annotations
@@ -146,6 +147,11 @@ class Outcome:
     wide: float = 0.0
     step_us: float = 0.0
 
+    @property
+    def bound(self) -> float:
+        """Requests of these live lengths that a pool of nothing but live tokens would hold."""
+        return self.running / self.used if self.used else 0.0
+
 
 def replay(
     policy: Policy, jobs: list[Job], pool_tokens: int, slots: int, max_tokens: int | None
@@ -257,13 +263,22 @@ def report(
         f"{'preempt':>8}{'of lent':>8}{'recomp.':>9}{'hits':>7}{'lent':>7}{'32s':>6}{'us/step':>9}"
     )
     for pool in pools:
+        outcomes = {}
         for policy in POLICIES:
-            o = replay(policy, jobs, pool, slots, max_tokens)
+            o = outcomes[policy.name] = replay(policy, jobs, pool, slots, max_tokens)
             print(
                 f"{pool:>8} {policy.name:<9}{o.running:>8.2f}{o.most:>6}{o.used:>7.1%}"
                 f"{o.fragmentation:>7.2%}{o.steps:>8}{o.preemptions:>8}{o.returned:>8}"
                 f"{o.recomputed:>9}{o.hit_rate:>7.1%}{o.lent:>7.1f}{o.wide:>6.0%}{o.step_us:>9.1f}",
                 flush=True,
+            )
+        ours, lazy, reserve = (outcomes[name] for name in ("tailrace", "lazy-16", "reserve"))
+        if ours.used:
+            print(
+                f"{'':>8} running over reserve {ours.running / reserve.running:.3f}, at most "
+                f"{ours.bound / reserve.running:.3f}; over lazy {ours.running / lazy.running:.4f}, "
+                f"at most {ours.bound / lazy.running:.3f}; preempted {ours.preemptions} against "
+                f"{lazy.preemptions}"
             )
 
 
