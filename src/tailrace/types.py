@@ -160,6 +160,53 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     """With the first token and with the last output."""
 
 
+class StepCosts(msgspec.Struct, frozen=True, array_like=True):
+    """What a step costs on this machine, as last learnt; see engine/step_time.py for the form.
+
+    All seconds; none is negative. Front ends may predict with it what the engine will do.
+    """
+
+    base_s: float
+    """Of any step: the weights are read once, whoever is in it."""
+    token_s: float
+    """Of each row beyond `free_rows`: what the arithmetic takes once it outlasts the reading."""
+    free_rows: int
+    """Rows (prompt tokens and decodes) whose arithmetic hides behind the reading of weights."""
+    attention_s: float
+    """Of each pair of a prompt token and a position that it attends to."""
+    decode_s: float
+    """Of each decode."""
+    kv_s: float
+    """Of each position that a decode attends to."""
+
+    def predict(
+        self, prefill_tokens: int, prefill_context: int, decodes: int, decode_context: int
+    ) -> float:
+        """Return the seconds of a step; 0 for an empty one.
+
+        Args:
+            prefill_tokens: Prompt tokens computed.
+            prefill_context: Positions that they attend to, summed: `attended(start, end)` a chunk.
+            decodes: Sequences that get their next token.
+            decode_context: Positions that those attend to, summed.
+        """
+        rows = prefill_tokens + decodes
+        if not rows:
+            return 0.0
+        return (
+            self.base_s
+            + self.token_s * max(0, rows - self.free_rows)
+            + self.attention_s * prefill_context
+            + self.decode_s * decodes
+            + self.kv_s * decode_context
+        )
+
+
+def attended(start: int, end: int) -> int:
+    """Return how many positions the tokens [start, end) of a prompt attend to, summed."""
+    return (end - start) * (start + end + 1) // 2
+
+
 class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True):
     """The engine's state after a step; counters only grow while the process lives."""
 
@@ -204,6 +251,8 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True):
     """Prompt tokens computed while their bodies arrived, and used."""
     early_dropped_tokens_total: int = 0
     """The same, given up: the body came to nothing or to another prompt, or units ran short."""
+    step_costs: StepCosts | None = None
+    """As learnt up to now; None where there was no warm-up to fit them."""
 
 
 class EngineOutputs(msgspec.Struct, frozen=True, omit_defaults=True, tag="outputs"):
@@ -263,6 +312,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     """As a person would say it, such as "cpu (2 threads, native kernels, avx512)"."""
     load_s: float
     warmup_s: float
+    step_costs: StepCosts | None = None
+    """As fitted at warm-up; None where there was none."""
 
 
 class EngineFatal(msgspec.Struct, frozen=True, tag="fatal"):

@@ -1,0 +1,199 @@
+"""How long a step takes, from what is in it: fitted at warm-up, followed while serving.
+
+    seconds = base + token x max(0, rows - free_rows) + attention x prompt pairs
+                   + decode x decodes + kv x positions that decodes attend to
+
+Each term is one resource. A step reads all weights once (`base`, with what any step costs beside
+it), and its matrix products hide behind that reading up to `free_rows` rows; beyond, each row adds
+its arithmetic (a roofline, written as its floor plus what sticks out). Prompts' attention is
+arithmetic over pairs of positions; decodes' attention is reading KV; and a decode has a cost of its
+own (its logits and its draw). Given `free_rows` the form is linear, so the fit is least squares
+over non-negative coefficients, of relative errors, for each of a few `free_rows`.
+
+While serving, a Kalman filter follows: the coefficients drift, all of them together (a machine that
+gets slower gets slower at everything) and a little each on its own (what the fit missed). One
+measurement is believed within bounds only, so that a compilation or a stall moves little.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tailrace.errors import EngineError
+from tailrace.types import StepCosts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_FREE_ROWS = (0, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512)
+_TERMS = 5
+_NOISE = 0.1
+"""Standard deviation of one step around its prediction, as a share of it."""
+_MOST_SURPRISE = 0.3
+"""A step off by more counts as off by this share."""
+_DRIFT = 0.1
+"""How much of a lasting change one step teaches, about."""
+_TOGETHER = 0.3
+"""Uncertainty of the machine's speed, as a share."""
+_APART = 0.15
+"""Uncertainty of one term, as a share of itself; and a tenth of it as a share of all terms."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """What a step computes; see `StepCosts.predict` for the terms."""
+
+    prefill_tokens: int = 0
+    prefill_context: int = 0
+    decodes: int = 0
+    decode_context: int = 0
+
+    @property
+    def rows(self) -> int:
+        """All rows of the model's matrix products."""
+        return self.prefill_tokens + self.decodes
+
+    def seconds(self, costs: StepCosts) -> float:
+        """Return what it takes."""
+        return costs.predict(
+            self.prefill_tokens, self.prefill_context, self.decodes, self.decode_context
+        )
+
+    def terms(self, free_rows: int) -> list[float]:
+        """Return what the coefficients are multiplied with."""
+        return [
+            1.0,
+            max(0, self.rows - free_rows),
+            self.prefill_context,
+            self.decodes,
+            self.decode_context,
+        ]
+
+
+def fit(samples: Sequence[tuple[StepLoad, float]]) -> StepCosts:
+    """Fit the coefficients to measured steps (load, seconds), by least relative squares.
+
+    Raises:
+        EngineError: There is no step that took any time.
+    """
+    taken = [(load, seconds) for load, seconds in samples if load.rows and seconds > 0.0]
+    if not taken:
+        raise EngineError("no step was measured: its time cannot be fitted")
+    most_rows = max(load.rows for load, _ in taken)
+    best: tuple[float, int, np.ndarray] | None = None
+    for free_rows in _FREE_ROWS:
+        if free_rows and free_rows >= most_rows:
+            break
+        terms = np.array([load.terms(free_rows) for load, _ in taken])
+        relative = terms / np.array([seconds for _, seconds in taken])[:, None]
+        found, residual = _non_negative(relative)
+        if best is None or residual < best[0]:
+            best = (residual, free_rows, found)
+    if best is None:  # `_FREE_ROWS` begins with 0
+        raise EngineError("no step was measured: its time cannot be fitted")
+    return _costs(best[2], best[1])
+
+
+def _non_negative(rows: np.ndarray) -> tuple[np.ndarray, float]:
+    """Solve `rows @ x = 1` in least squares, x >= 0; return x and the squared residual.
+
+    With five unknowns every set of those that are not 0 can be tried: the best feasible one is the
+    exact solution. Columns are scaled first: seconds a pair are 1e-9.
+    """
+    scale = np.maximum(rows.max(axis=0), 1e-300)
+    scaled, ones = rows / scale, np.ones(len(rows))
+    best, best_residual = np.zeros(rows.shape[1]), float(len(rows))
+    for size in range(1, rows.shape[1] + 1):
+        for active in combinations(range(rows.shape[1]), size):
+            columns = scaled[:, active]
+            found = np.linalg.lstsq(columns, ones, rcond=1e-9)[0]
+            residual = float(np.sum((columns @ found - 1.0) ** 2))
+            # More terms must earn their place: noise is always fitted a little better with more.
+            if found.min() >= 0.0 and residual < best_residual * 0.999 - 1e-12:
+                best, best_residual = np.zeros(rows.shape[1]), residual
+                best[list(active)] = found
+    return best / scale, best_residual
+
+
+def _costs(coefficients: np.ndarray, free_rows: int) -> StepCosts:
+    base, token, attention, decode, kv = (float(value) for value in coefficients)
+    return StepCosts(
+        base_s=base,
+        token_s=token,
+        free_rows=free_rows,
+        attention_s=attention,
+        decode_s=decode,
+        kv_s=kv,
+    )
+
+
+class StepTimeModel:
+    """Predicts steps and learns from them; without a fit it does neither.
+
+    The state is what each term contributes to a large step of the warm-up, in seconds, so that the
+    filter's numbers are of one size.
+    """
+
+    def __init__(self) -> None:
+        self._costs: StepCosts | None = None
+        self._state = np.zeros(_TERMS)
+        self._covariance = np.zeros((_TERMS, _TERMS))
+        self._unit = np.ones(_TERMS)
+        """Of each term, how much of it the large step has."""
+
+    @property
+    def costs(self) -> StepCosts | None:
+        """The coefficients as learnt up to now."""
+        return self._costs
+
+    def fit(self, samples: Sequence[tuple[StepLoad, float]]) -> StepCosts:
+        """Begin with what warm-up measured: (load, seconds) a step; see `fit`."""
+        costs = fit(samples)
+        terms = np.array([load.terms(costs.free_rows) for load, _ in samples])
+        self.start(costs, np.maximum(terms.max(axis=0), 1.0))
+        return costs
+
+    def start(self, costs: StepCosts, large_step: np.ndarray) -> None:
+        """Begin with known coefficients; `large_step` has the terms of a large step, none 0."""
+        self._costs, self._unit = costs, large_step
+        self._state = large_step * np.array(
+            [costs.base_s, costs.token_s, costs.attention_s, costs.decode_s, costs.kv_s]
+        )
+        self._covariance = self._doubt()
+
+    def predict(self, load: StepLoad) -> float | None:
+        """Return the seconds of a step; None where nothing was fitted."""
+        return None if self._costs is None else load.seconds(self._costs)
+
+    def observe(self, load: StepLoad, seconds: float) -> None:
+        """Learn from one step; nothing where nothing was fitted."""
+        costs = self._costs
+        if costs is None or not load.rows or seconds <= 0.0:
+            return
+        expected = load.seconds(costs)
+        if expected <= 0.0:
+            return
+        features = np.array(load.terms(costs.free_rows)) / self._unit
+        most = _MOST_SURPRISE * expected
+        surprise = min(max(seconds - expected, -most), most)
+        self._drift()
+        spread = self._covariance @ features
+        gain = spread / (features @ spread + (_NOISE * expected) ** 2)
+        self._state = np.maximum(self._state + gain * surprise, 0.0)
+        self._covariance = self._covariance - np.outer(gain, spread)
+        self._costs = _costs(self._state / self._unit, costs.free_rows)
+
+    def _drift(self) -> None:
+        """Grow the uncertainty by a step's drift, up to what it was at first."""
+        doubt = self._doubt()
+        grown = self._covariance + (_DRIFT * _NOISE / _TOGETHER) ** 2 * doubt
+        excess = np.sqrt(np.minimum(1.0, doubt.diagonal() / grown.diagonal()))
+        self._covariance = grown * np.outer(excess, excess)
+
+    def _doubt(self) -> np.ndarray:
+        apart = _APART * self._state + 0.1 * _APART * self._state.sum()
+        return np.asarray(_TOGETHER**2 * np.outer(self._state, self._state) + np.diag(apart**2))

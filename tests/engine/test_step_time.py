@@ -1,0 +1,195 @@
+import random
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tailrace.engine.step_time import StepLoad, StepTimeModel, fit
+from tailrace.errors import EngineError
+from tailrace.types import StepCosts, attended
+
+# About Qwen2.5-7B on an H200, and a small model on two CPU cores.
+GPU = StepCosts(4.6e-3, 2.2e-5, 128, 1.8e-9, 1e-5, 1.4e-8)
+CPU = StepCosts(1.2e-2, 1.25e-3, 0, 1e-7, 2e-4, 2e-6)
+
+
+def prompt(start: int, end: int, decodes: int = 0, context: int = 0) -> StepLoad:
+    return StepLoad(end - start, attended(start, end), decodes, decodes * context)
+
+
+def decode(count: int, context: int) -> StepLoad:
+    return StepLoad(0, 0, count, count * context)
+
+
+PROBES = [
+    decode(1, 64),
+    decode(1, 2048),
+    decode(64, 64),
+    decode(64, 2048),
+    decode(128, 64),
+    decode(128, 2048),
+    prompt(0, 64),
+    prompt(0, 128),
+    prompt(0, 256),
+    prompt(0, 512),
+    prompt(0, 1024),
+    prompt(3000, 4000),
+    prompt(0, 900, 64, 2048),
+]
+
+
+def measured(costs: StepCosts, loads, noise: float = 0.0, seed: int = 1):
+    draw = random.Random(seed)
+    return [(load, load.seconds(costs) * (1 + draw.gauss(0, noise))) for load in loads]
+
+
+def off(model_costs: StepCosts, truth: StepCosts, load: StepLoad) -> float:
+    return abs(load.seconds(model_costs) / load.seconds(truth) - 1)
+
+
+UNSEEN = [
+    decode(30, 1000),
+    decode(100, 1500),
+    prompt(0, 700),
+    prompt(1000, 1500, 20, 500),
+    prompt(2000, 2800, 128, 2000),
+]
+
+
+@pytest.mark.parametrize("truth", [GPU, CPU], ids=["gpu", "cpu"])
+def test_exact_measurements_give_the_machine_back(truth):
+    found = fit(measured(truth, PROBES))
+    assert found.free_rows == truth.free_rows
+    assert max(off(found, truth, load) for load in UNSEEN) < 1e-6
+
+
+@pytest.mark.parametrize("truth", [GPU, CPU], ids=["gpu", "cpu"])
+def test_noisy_measurements_predict_steps_that_were_not_measured(truth):
+    for seed in range(10):
+        found = fit(measured(truth, PROBES, noise=0.03, seed=seed))
+        assert max(off(found, truth, load) for load in UNSEEN) < 0.15
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2000), st.integers(0, 5000), st.integers(0, 64), st.integers(1, 5000)
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(0, 1000),
+)
+def test_whatever_was_measured_no_coefficient_is_negative_and_more_work_takes_no_less(jobs, seed):
+    draw = random.Random(seed)
+    samples = [
+        (prompt(start, start + tokens, decodes, context), draw.uniform(1e-3, 1.0))
+        for tokens, start, decodes, context in jobs
+    ]
+    if not any(load.rows for load, _ in samples):
+        samples.append((decode(1, 1), 0.1))
+    costs = fit(samples)
+    assert min(costs.base_s, costs.token_s, costs.attention_s, costs.decode_s, costs.kv_s) >= 0
+    smaller, larger = prompt(100, 200, 3, 50), prompt(100, 300, 4, 60)
+    assert smaller.seconds(costs) <= larger.seconds(costs)
+
+
+def test_nothing_measured_cannot_be_fitted():
+    with pytest.raises(EngineError, match="no step was measured"):
+        fit([(StepLoad(), 1.0), (decode(1, 1), 0.0)])
+
+
+def test_an_unfitted_model_predicts_nothing_and_learns_nothing():
+    model = StepTimeModel()
+    model.observe(decode(1, 1), 1.0)
+    assert model.costs is None
+    assert model.predict(decode(1, 1)) is None
+
+
+def fitted(truth: StepCosts) -> StepTimeModel:
+    model = StepTimeModel()
+    model.fit(measured(truth, PROBES, noise=0.02))
+    return model
+
+
+def times(costs: StepCosts, factor: float) -> StepCosts:
+    return StepCosts(
+        costs.base_s * factor,
+        costs.token_s * factor,
+        costs.free_rows,
+        costs.attention_s * factor,
+        costs.decode_s * factor,
+        costs.kv_s * factor,
+    )
+
+
+def serve(model: StepTimeModel, truth: StepCosts, steps: int, seed: int = 2, noise=0.05) -> None:
+    """Steps as a server has them: decodes, with prompts beside them in every third."""
+    draw = random.Random(seed)
+    for step in range(steps):
+        decodes, context = draw.randint(20, 60), draw.randint(500, 1500)
+        load = prompt(0, 512, decodes, context) if step % 3 == 0 else decode(decodes, context)
+        model.observe(load, load.seconds(truth) * (1 + draw.gauss(0, noise)))
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0, 3.0])
+def test_a_machine_that_changes_speed_is_followed_within_some_fifty_steps(factor):
+    model, slow = fitted(GPU), times(GPU, factor)
+    serve(model, slow, 60)
+    assert off(model.costs, slow, decode(40, 1000)) < 0.1
+    assert off(model.costs, slow, prompt(0, 512, 40, 1000)) < 0.15
+
+
+def test_steps_of_decodes_alone_teach_that_prompts_take_longer_too():
+    model, slow = fitted(GPU), times(GPU, 2.0)
+    draw = random.Random(3)
+    for _ in range(200):
+        load = decode(draw.randint(20, 60), draw.randint(500, 1500))
+        model.observe(load, load.seconds(slow) * (1 + draw.gauss(0, 0.05)))
+    assert off(model.costs, slow, prompt(0, 1024, 32, 1000)) < 0.3
+
+
+def test_a_term_that_the_fit_missed_is_learnt():
+    blind = StepCosts(GPU.base_s, GPU.token_s, GPU.free_rows, 0.0, GPU.decode_s, 0.0)
+    model = StepTimeModel()
+    model.start(blind, np.array([1.0, 1000.0, 4e6, 128.0, 128 * 2048.0]))
+    draw = random.Random(4)
+    for _ in range(300):
+        load = decode(draw.randint(8, 128), draw.randint(500, 4500))
+        model.observe(load, load.seconds(GPU) * (1 + draw.gauss(0, 0.05)))
+    assert off(model.costs, GPU, decode(16, 500)) < 0.1
+    assert off(model.costs, GPU, decode(128, 4500)) < 0.1
+
+
+def test_a_compilation_in_a_step_moves_the_next_prediction_little():
+    model = fitted(GPU)
+    serve(model, GPU, 100)
+    load = prompt(0, 512, 40, 1000)
+    before = model.predict(load)
+    model.observe(load, 100 * before)
+    assert model.predict(load) < 1.15 * before
+    serve(model, GPU, 30)
+    assert off(model.costs, GPU, load) < 0.08
+
+
+def test_the_prediction_does_not_wander_on_a_steady_machine():
+    model = fitted(GPU)
+    errors = []
+    for seed in range(20):
+        serve(model, GPU, 50, seed=seed, noise=0.08)
+        errors += [off(model.costs, GPU, load) for load in UNSEEN]
+    assert statistics.median(errors) < 0.06
+    assert max(errors) < 0.35
+
+
+def test_attended_counts_each_tokens_prefix_and_itself():
+    assert attended(0, 3) == 1 + 2 + 3
+    assert attended(5, 7) == 6 + 7
+    assert attended(4, 4) == 0
+
+
+def test_an_empty_step_takes_no_time():
+    assert GPU.predict(0, 0, 0, 0) == 0.0
