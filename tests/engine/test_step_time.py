@@ -97,6 +97,14 @@ def test_whatever_was_measured_no_coefficient_is_negative_and_more_work_takes_no
     assert smaller.seconds(costs) <= larger.seconds(costs)
 
 
+def test_a_few_short_prompts_tell_nothing_of_attention():
+    """A stall in one of three steps is not taken for attention, which would grow without bound."""
+    loads = [decode(1, 45), prompt(0, 16), prompt(0, 32)]
+    costs = fit(list(zip(loads, [0.09, 0.25, 0.48], strict=True)))
+    assert costs.attention_s == costs.kv_s == costs.decode_s == 0.0
+    assert prompt(1000, 1128).seconds(costs) < 3.0
+
+
 def test_nothing_measured_cannot_be_fitted():
     with pytest.raises(EngineError, match="no step was measured"):
         fit([(StepLoad(), 1.0), (decode(1, 1), 0.0)])

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from tailrace.engine.block_manager import BlockManager
     from tailrace.engine.scheduler import Step
+    from tailrace.engine.step_time import StepLoad
 
 VOCAB = 50
 
@@ -70,6 +71,13 @@ class FakeRunner:
     @staticmethod
     def padded_decodes(decodes: int) -> int:
         return decodes
+
+    @staticmethod
+    def computed(step: Step) -> StepLoad:
+        return step.load
+
+    def touch_kv(self, units: list[int]) -> None:
+        pass
 
     def check_device(self) -> None:
         pass

@@ -11,7 +11,7 @@ step queues its kernels one by one. The ids of a step stay on the device, where 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tailrace.engine.block_manager import BlockManager
     from tailrace.engine.device_sampler import DeviceSampler
     from tailrace.engine.scheduler import Chunk, Step
+    from tailrace.engine.step_time import StepLoad
     from tailrace.kernels.paged_attention.triton_prefill import Shape
     from tailrace.kernels.triton_kernels import TritonKernels
     from tailrace.models.causal_lm import CausalLM, KVCache
@@ -208,6 +209,19 @@ class CudaRunner:
         padded = next(size for size in self._padded_sizes if size >= decodes)
         # Padding takes at most half of what prompts would have; else the step is not captured.
         return padded if 2 * (padded - decodes) <= self._token_budget - decodes else decodes
+
+    def computed(self, step: Step) -> StepLoad:
+        """Return what a step computes: prompts beside decodes, and both padded to a frame."""
+        load = step.load
+        if not load.prefill_tokens:
+            return load
+        frame = self._captured_frame(step.chunks, step.num_tokens, load.decodes)
+        if frame is None:
+            return load
+        return replace(load, prefill_tokens=frame.tokens, decodes=frame.decodes)
+
+    def touch_kv(self, units: list[int]) -> None:
+        """Do nothing: a GPU's memory is there once it is allocated."""
 
     def check_device(self) -> None:
         """Raise where the context is lost: every later call of this process would fail."""

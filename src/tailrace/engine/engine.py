@@ -17,6 +17,7 @@ import structlog
 
 from tailrace.engine.early_prompts import POOL_SHARE
 from tailrace.engine.sequence import Sequence, Status
+from tailrace.engine.step_time import StepTimeModel
 from tailrace.errors import IntegrityError
 from tailrace.types import (
     EngineStats,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from tailrace.engine.block_manager import BlockManager
     from tailrace.engine.runner import StepResult
     from tailrace.engine.scheduler import Chunk, Scheduler, Step
+    from tailrace.engine.step_time import StepLoad
     from tailrace.types import EngineRequest, GrowPrompt, TokenLogprobs
 
 
@@ -60,6 +62,14 @@ class StepRunner(Protocol):
         """Turn a step into the runner's input, without waiting for a result."""
         ...
 
+    def computed(self, step: Step) -> StepLoad:
+        """Return what a step computes, its padding included."""
+        ...
+
+    def touch_kv(self, units: list[int]) -> None:
+        """Make the memory of these units of KV real; on the runner's thread."""
+        ...
+
     def check_device(self) -> None:
         """Raise where no further step can succeed in this process."""
         ...
@@ -74,6 +84,7 @@ class _InFlight:
     step: Step
     result: Future[Executed]
     issued_s: float
+    load: StepLoad
 
 
 @dataclass
@@ -97,6 +108,7 @@ class Engine:
         context_length: Most tokens of one sequence.
         vocab_size: Token ids are below this.
         eos_token_ids: End a sequence unless it says `ignore_eos`.
+        step_time: Learns from every step; by default one that was not fitted and stays so.
     """
 
     def __init__(
@@ -109,12 +121,14 @@ class Engine:
         context_length: int,
         vocab_size: int,
         eos_token_ids: Iterable[int],
+        step_time: StepTimeModel | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.context_length = context_length
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.step_time = step_time or StepTimeModel()
         self._submit = submit
         self._clock = clock
         self._sequences: dict[str, Sequence] = {}
@@ -227,6 +241,7 @@ class Engine:
             busy_s_total=count.busy_s,
             early_used_tokens_total=self.scheduler.early.used_tokens_total,
             early_dropped_tokens_total=self.scheduler.early.dropped_tokens_total,
+            step_costs=self.step_time.costs,
         )
 
     def inspect_kv(self) -> KvReport:
@@ -314,7 +329,8 @@ class Engine:
         for sequence in step.admitted:
             sequence.scheduled_s = sequence.scheduled_s or now
         prepared = self.runner.prepare(step, self.scheduler.blocks)
-        return _InFlight(step, self._submit(self.runner.execute, prepared), now)
+        result = self._submit(self.runner.execute, prepared)
+        return _InFlight(step, result, now, self.runner.computed(step))
 
     def _collect(self, in_flight: _InFlight) -> list[TokenOutput]:
         """Wait for a step and commit it."""
@@ -341,6 +357,7 @@ class Engine:
         # A step starts when it is issued or when the one before it ends, whichever is later.
         started = max(in_flight.issued_s, self._last_done_s)
         self._last_done_s = now
+        self.step_time.observe(in_flight.load, now - started)
         self._counters.steps += 1
         self._counters.step_time_s = now - started
         self._counters.step_tokens = in_flight.step.num_tokens

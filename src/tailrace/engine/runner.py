@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tailrace.engine.sampler import Sampler
     from tailrace.engine.scheduler import Chunk, Step
     from tailrace.engine.sequence import Sequence
+    from tailrace.engine.step_time import StepLoad
     from tailrace.models.causal_lm import CausalLM
     from tailrace.types import SamplingParams, TokenLogprobs
 
@@ -113,6 +114,17 @@ class Runner:
     def padded_decodes(decodes: int) -> int:
         """Return as many: a CPU computes what is asked for, and no more."""
         return decodes
+
+    @staticmethod
+    def computed(step: Step) -> StepLoad:
+        """Return what a step computes: what its chunks ask for."""
+        return step.load
+
+    def touch_kv(self, units: list[int]) -> None:
+        """Make the pages of these units real, so that reading them takes the time it will take."""
+        for k, v in self.kv_caches:
+            k[units] = 0.0
+            v[units] = 0.0
 
     def check_device(self) -> None:
         """A CPU is not lost."""

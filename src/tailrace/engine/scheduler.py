@@ -32,7 +32,9 @@ from typing import TYPE_CHECKING
 from tailrace.engine.early_prompts import STEP_SHARE, EarlyPrompts
 from tailrace.engine.forecast import AnswerLengths
 from tailrace.engine.sequence import NO_SLOT, Sequence, Status
+from tailrace.engine.step_time import StepLoad
 from tailrace.errors import EngineError
+from tailrace.types import attended
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -77,17 +79,37 @@ class Step:
     """Positions to compute in all."""
     padding: int = 0
     """Rows that the device computes beside the decodes, for its own convenience."""
+    prefill_context: int = 0
+    """Positions that prompt tokens attend to, summed."""
+    decodes: int = 0
+    """Chunks of one token, whatever they are part of."""
+    decode_context: int = 0
+
+    @property
+    def load(self) -> StepLoad:
+        """What the chunks ask for, padding not counted."""
+        return StepLoad(
+            self.num_tokens - self.decodes, self.prefill_context, self.decodes, self.decode_context
+        )
 
     def add(self, chunk: Chunk) -> None:
         """Append a chunk."""
         self.chunks.append(chunk)
-        self.num_tokens += chunk.num_tokens
+        tokens = chunk.end - chunk.start
+        self.num_tokens += tokens
+        if tokens == 1:
+            self.decodes += 1
+            self.decode_context += chunk.end
+        else:
+            self.prefill_context += attended(chunk.start, chunk.end)
 
     def drop(self, sequence: Sequence) -> None:
         """Take a sequence's chunk out again, if it has one."""
-        dropped = [chunk for chunk in self.chunks if chunk.sequence is sequence]
-        self.chunks = [chunk for chunk in self.chunks if chunk.sequence is not sequence]
-        self.num_tokens -= sum(chunk.num_tokens for chunk in dropped)
+        kept = [chunk for chunk in self.chunks if chunk.sequence is not sequence]
+        self.chunks, self.num_tokens, self.prefill_context = [], 0, 0
+        self.decodes = self.decode_context = 0
+        for chunk in kept:
+            self.add(chunk)
 
 
 class Scheduler:

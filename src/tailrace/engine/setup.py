@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+import msgspec
+import structlog
 
 from tailrace.clock import monotonic
 from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.engine import Engine, StepRunner
 from tailrace.engine.scheduler import Scheduler
+from tailrace.engine.step_probes import ProbeRun, choose
+from tailrace.engine.step_time import StepTimeModel
 from tailrace.errors import ConfigError, EngineError
 from tailrace.types import EngineReady, EngineRequest, SamplingParams
 
@@ -22,6 +27,8 @@ if TYPE_CHECKING:
     from tailrace.config import EngineConfig
     from tailrace.models.causal_lm import CausalLM
 
+log = structlog.get_logger("tailrace.engine")
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -32,6 +39,7 @@ class Loaded:
     blocks: BlockManager
     context_length: int
     device: str
+    step_time: StepTimeModel = field(default_factory=StepTimeModel)
 
 
 def thread_count(asked: int) -> int:
@@ -188,11 +196,12 @@ def make_engine(config: EngineConfig, loaded: Loaded, submit: Callable[..., Futu
         context_length=loaded.context_length,
         vocab_size=loaded.model.config.vocab_size,
         eos_token_ids=loaded.model.config.eos_token_ids,
+        step_time=loaded.step_time,
     )
 
 
 def warm_up(config: EngineConfig, loaded: Loaded, submit: Callable[..., Future[Any]]) -> float:
-    """Run a few short requests through the real path; return the seconds it took.
+    """Run a few short requests through the real path, then time steps; return the seconds it took.
 
     They go through an engine of their own, so that no counter and no cache entry of theirs stays.
     First calls compile, page in weights and start thread pools: no client should wait for that.
@@ -222,7 +231,36 @@ def warm_up(config: EngineConfig, loaded: Loaded, submit: Callable[..., Future[A
         for output in engine.step():
             if output.finish_reason == "error":
                 raise EngineError(f"warm-up failed: {output.error}")
+    fit_step_time(config, loaded, submit)
     return time.monotonic() - started_s
+
+
+_PROBES_S = 1.0
+"""Of warm-up; the last probe may overrun it."""
+_CPU_PROBE_SHARE = 16
+"""One part in so many of a CPU's KV pool is written to: its pages cost nothing before they are."""
+
+
+def fit_step_time(config: EngineConfig, loaded: Loaded, submit: Callable[..., Future[Any]]) -> None:
+    """Time a dozen shapes of steps and fit the model of step time to them."""
+    blocks = make_blocks(config, loaded.blocks.num_units, prefix_cache=False)
+    tokens = blocks.num_units * blocks.unit_tokens
+    probes = choose(
+        max_batch_size=config.max_batch_size,
+        token_budget=token_budget(config),
+        context_length=loaded.context_length,
+        kv_tokens=tokens if config.gpus else tokens // _CPU_PROBE_SHARE,
+    )
+    run = ProbeRun(loaded.runner, blocks, submit=submit, clock=monotonic)
+    samples = run.run(probes, _PROBES_S)
+    costs = loaded.step_time.fit(samples)
+    errors = [load.seconds(costs) / seconds - 1.0 for load, seconds in samples]
+    log.info(
+        "step_time_fitted",
+        probes=len(samples),
+        largest_error=round(max(map(abs, errors)), 3),
+        **{name: float(f"{value:.3g}") for name, value in msgspec.structs.asdict(costs).items()},
+    )
 
 
 def ready(
@@ -238,4 +276,5 @@ def ready(
         device=loaded.device,
         load_s=load_s,
         warmup_s=warmup_s,
+        step_costs=loaded.step_time.costs,
     )

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _FREE_ROWS = (0, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512)
 _TERMS = 5
+_APART_BY = 1.5
+"""What a term depends on must differ by this factor between two measured steps."""
 _NOISE = 0.1
 """Standard deviation of one step around its prediction, as a share of it."""
 _MOST_SURPRISE = 0.3
@@ -83,23 +85,44 @@ def fit(samples: Sequence[tuple[StepLoad, float]]) -> StepCosts:
     taken = [(load, seconds) for load, seconds in samples if load.rows and seconds > 0.0]
     if not taken:
         raise EngineError("no step was measured: its time cannot be fitted")
+    allowed = _told_apart([load for load, _ in taken])
+    seconds = np.array([seconds for _, seconds in taken])
     most_rows = max(load.rows for load, _ in taken)
-    best: tuple[float, int, np.ndarray] | None = None
+    fits = []
     for free_rows in _FREE_ROWS:
-        if free_rows and free_rows >= most_rows:
-            break
-        terms = np.array([load.terms(free_rows) for load, _ in taken])
-        relative = terms / np.array([seconds for _, seconds in taken])[:, None]
-        found, residual = _non_negative(relative)
-        if best is None or residual < best[0]:
-            best = (residual, free_rows, found)
-    if best is None:  # `_FREE_ROWS` begins with 0
-        raise EngineError("no step was measured: its time cannot be fitted")
-    return _costs(best[2], best[1])
+        if free_rows == 0 or free_rows < most_rows:
+            terms = np.array([load.terms(free_rows) for load, _ in taken])
+            found, residual = _non_negative(terms / seconds[:, None], allowed)
+            fits.append((residual, free_rows, found))
+    _, free_rows, found = min(fits, key=lambda fitted: fitted[0])
+    return _costs(found, free_rows)
 
 
-def _non_negative(rows: np.ndarray) -> tuple[np.ndarray, float]:
+def _told_apart(loads: Sequence[StepLoad]) -> list[int]:
+    """Return the terms that the steps can tell from the others; the rest stays 0 until learnt.
+
+    A few prompts from their first token on have pairs that grow with their tokens: fitted to those,
+    a stall of the machine would become seconds of attention for a long prompt.
+    """
+    prefills = [load for load in loads if load.prefill_tokens]
+    decodes = [load for load in loads if load.decodes]
+    depths = [load.prefill_context / load.prefill_tokens for load in prefills]
+    counts = [load.decodes for load in decodes]
+    contexts = [load.decode_context / load.decodes for load in decodes]
+    rows = [load.rows for load in loads]
+
+    def varies(values: Sequence[float]) -> bool:
+        return bool(values) and max(values) > _APART_BY * min(values)
+
+    deep = any(load.prefill_context > load.prefill_tokens**2 for load in prefills)
+    told = (True, varies(rows), deep and varies(depths), varies(counts), varies(contexts))
+    return [term for term in range(_TERMS) if told[term]]
+
+
+def _non_negative(rows: np.ndarray, allowed: Sequence[int]) -> tuple[np.ndarray, float]:
     """Solve `rows @ x = 1` in least squares, x >= 0; return x and the squared residual.
+
+    Only the columns `allowed` may have a part.
 
     With five unknowns every set of those that are not 0 can be tried: the best feasible one is the
     exact solution. Columns are scaled first: seconds a pair are 1e-9.
@@ -107,8 +130,8 @@ def _non_negative(rows: np.ndarray) -> tuple[np.ndarray, float]:
     scale = np.maximum(rows.max(axis=0), 1e-300)
     scaled, ones = rows / scale, np.ones(len(rows))
     best, best_residual = np.zeros(rows.shape[1]), float(len(rows))
-    for size in range(1, rows.shape[1] + 1):
-        for active in combinations(range(rows.shape[1]), size):
+    for size in range(1, len(allowed) + 1):
+        for active in combinations(allowed, size):
             columns = scaled[:, active]
             found = np.linalg.lstsq(columns, ones, rcond=1e-9)[0]
             residual = float(np.sum((columns @ found - 1.0) ** 2))

@@ -1,0 +1,183 @@
+"""Steps of chosen shapes, run and timed at warm-up, for `step_time.fit`.
+
+    submit a | submit b | wait a | submit c | wait b | wait c      one shape, as while serving:
+                            t1                  t2       t3        its time is t2 - t1 or t3 - t2
+
+The next step is always queued before one is waited for, so that what overlaps while serving
+overlaps here. Probes end with their time: a large model on a CPU is fitted to the few that it had
+time for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from tailrace.engine.scheduler import Chunk, Step
+from tailrace.engine.sequence import Sequence
+from tailrace.types import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from tailrace.clock import Clock
+    from tailrace.engine.block_manager import BlockManager, Table
+    from tailrace.engine.engine import Executed, StepRunner
+    from tailrace.engine.step_time import StepLoad
+
+_FEW_TOKENS = 64
+_MANY_TOKENS = 4096
+_LEAST_PROBES = 2
+_QUICK_S = 0.02
+"""Steps quicker than this are timed twice: a stall of the machine would weigh too much."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One shape: decodes of equal context beside one prompt's chunk."""
+
+    decodes: int = 0
+    context: int = 0
+    """Positions that each decode attends to."""
+    tokens: int = 0
+    """Of the chunk."""
+    start: int = 0
+    """Tokens of the prompt that were computed before."""
+
+
+def choose(
+    *, max_batch_size: int, token_budget: int, context_length: int, kv_tokens: int
+) -> list[Probe]:
+    """Return the shapes to time, the most telling first, such that each term of the fit varies.
+
+    Args:
+        max_batch_size: Most decodes.
+        token_budget: Most rows of a step.
+        context_length: Most tokens of one sequence.
+        kv_tokens: Of KV that a step may hold at once.
+    """
+    most = max_batch_size
+
+    def long(decodes: int) -> int:
+        return max(1, min(_MANY_TOKENS, context_length - 1, kv_tokens // (2 * decodes)))
+
+    few = min(_FEW_TOKENS, -(-long(most) // 2))
+    start = max(0, min(_MANY_TOKENS, context_length - token_budget, kv_tokens // 2 - token_budget))
+    whole = max(1, min(token_budget, context_length - 1, kv_tokens // 2))
+    half = max(1, most // 2)
+    probes = [
+        # In this order the first few tell the most: each brings in one more term.
+        Probe(decodes=1, context=few),
+        Probe(tokens=max(1, whole // 4)),
+        Probe(decodes=half, context=few),
+        Probe(decodes=half, context=long(half)),
+        Probe(tokens=max(1, whole // 4), start=start),
+        Probe(tokens=whole),
+        Probe(decodes=1, context=long(1)),
+        Probe(tokens=max(1, whole // 8)),
+        Probe(decodes=most, context=few),
+        Probe(decodes=most, context=long(most)),
+        Probe(tokens=max(1, whole // 2)),
+        Probe(tokens=whole, start=start),
+    ]
+    others = most - 1  # the prompt takes a place too
+    beside = min(whole, token_budget - most)
+    if others and beside > 0:
+        probes.append(Probe(decodes=others, context=long(most), tokens=beside))
+    return list(dict.fromkeys(probes))
+
+
+class ProbeRun:
+    """Times probes on a runner that serves nobody yet.
+
+    Args:
+        runner: Whose steps are timed.
+        blocks: An empty pool over the runner's KV; given back empty.
+        submit: Starts `runner.execute` on the runner's thread.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        blocks: BlockManager,
+        *,
+        submit: Callable[..., Future[Any]],
+        clock: Clock,
+    ) -> None:
+        self._runner = runner
+        self._blocks = blocks
+        self._submit = submit
+        self._clock = clock
+        self._released: list[int] = []
+
+    def run(self, probes: list[Probe], most_s: float) -> list[tuple[StepLoad, float]]:
+        """Return (load, seconds) of as many probes as fit into `most_s`, at least two."""
+        begun_s = self._clock()
+        samples = []
+        for count, probe in enumerate(probes):
+            if count >= _LEAST_PROBES and self._clock() - begun_s > most_s:
+                break
+            samples.append(self._time(probe))
+        return samples
+
+    def _time(self, probe: Probe) -> tuple[StepLoad, float]:
+        step = self._step(probe)
+        tables = [_open_table(self._blocks, chunk) for chunk in step.chunks]
+        units = [unit for table in tables for unit in table.units]
+        self._submit(self._runner.touch_kv, units).result()
+        again = Step()
+        for chunk in step.chunks:
+            again.add(chunk)
+        begun_s = self._clock()
+        in_flight = deque([self._issue(step), self._issue(again)])
+        ends_s = [self._wait(in_flight)]
+        if ends_s[0] - begun_s < _QUICK_S:
+            in_flight.append(self._issue(again))
+        ends_s += [self._wait(in_flight) for _ in range(len(in_flight))]
+        for table in tables:
+            self._blocks.close(table)
+        self._released = [chunk.slot for chunk in step.chunks]
+        took_s = min(after - before for before, after in pairwise(ends_s))
+        return self._runner.computed(step), took_s
+
+    def _step(self, probe: Probe) -> Step:
+        chunks = [_chunk(slot, probe.context - 1, probe.context) for slot in range(probe.decodes)]
+        if probe.tokens:
+            chunks.append(_chunk(probe.decodes, probe.start, probe.start + probe.tokens))
+        step = Step(released=self._released, admitted=[chunk.sequence for chunk in chunks])
+        for chunk in chunks:
+            step.add(chunk)
+        return step
+
+    def _issue(self, step: Step) -> Future[Executed]:
+        return self._submit(self._runner.execute, self._runner.prepare(step, self._blocks))
+
+    def _wait(self, in_flight: deque[Future[Executed]]) -> float:
+        in_flight.popleft().result().wait()
+        return self._clock()
+
+
+def _chunk(slot: int, start: int, end: int) -> Chunk:
+    sequence = Sequence(
+        request_id=f"probe-{slot}",
+        token_ids=[0] * end,
+        num_prompt=end,
+        sampling=SamplingParams(max_tokens=1, temperature=0.0),
+        max_output=1,
+        arrival_s=0.0,
+        slot=slot,
+        num_computed=start,
+    )
+    # A prompt's inner chunk samples nothing; a decode does.
+    return Chunk(sequence, slot, start, end, samples=end - start == 1, from_device=False)
+
+
+def _open_table(blocks: BlockManager, chunk: Chunk) -> Table:
+    sequence = chunk.sequence
+    table = blocks.open(sequence.request_id, sequence.token_ids, "", chunk.end)
+    blocks.grow(table, chunk.end)
+    return table
