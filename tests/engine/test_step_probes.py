@@ -2,6 +2,7 @@ import pytest
 
 from tailrace.clock import VirtualClock
 from tailrace.engine.block_manager import BlockManager
+from tailrace.engine.runner import StepResult
 from tailrace.engine.step_probes import Probe, ProbeRun, choose
 from tailrace.engine.step_time import StepTimeModel
 from tailrace.types import StepCosts
@@ -28,13 +29,9 @@ class TimedRunner(FakeRunner):
         step, rows = prepared
         self.steps.append(rows)
         assert {row.table[-1] for row in rows} <= set(self.touched)
-        self.clock.advance(step.load.seconds(MACHINE))
-        return _Done()
-
-
-class _Done:
-    def wait(self):
-        return None
+        seconds = step.load.seconds(MACHINE)
+        self.clock.advance(seconds)
+        return StepResult([], [], device_s=seconds)
 
 
 def timed(probes, most_s=100.0, units=4096):

@@ -123,6 +123,10 @@ class DeviceResult:
     logprobs: list[TokenLogprobs | None]
     errors: dict[int, str] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    began: torch.cuda.Event | None = None
+    """When the device came to this step."""
+    before: torch.cuda.Event | None = None
+    """When it had done the one before."""
 
     def wait(self) -> StepResult:
         """Wait for the device.
@@ -137,7 +141,21 @@ class DeviceResult:
         for row, token_id in enumerate(ids):
             if token_id < 0:
                 errors.setdefault(row, NO_TOKEN[token_id])
-        return StepResult(ids, self.logprobs, errors, self.prompt_logprobs)
+        return StepResult(
+            ids,
+            self.logprobs,
+            errors,
+            self.prompt_logprobs,
+            device_s=_seconds(self.began, self.event),
+            idle_s=_seconds(self.before, self.began),
+        )
+
+
+def _seconds(first: torch.cuda.Event | None, then: torch.cuda.Event | None) -> float:
+    """Return the device's seconds between two events that have happened; 0 without them."""
+    if first is None or then is None:
+        return 0.0
+    return float(first.elapsed_time(then)) / 1e3  # type: ignore[no-untyped-call]  # torch's own gap
 
 
 class CudaRunner:
@@ -194,6 +212,8 @@ class CudaRunner:
         is_gpu = self.device.type == "cuda"  # else Triton's interpreter, in tests
         self._host_ids = torch.empty(RING, num_slots, dtype=torch.int64, pin_memory=is_gpu)
         self._ring = 0
+        self._began: torch.cuda.Event | None = None
+        self._ended: torch.cuda.Event | None = None
         self._graphs: dict[Frame, torch.cuda.CUDAGraph] = {}
         self._graph_outputs: dict[Frame, tuple[torch.Tensor, torch.Tensor]] = {}
         self._buckets = graph_buckets(num_slots)
@@ -340,6 +360,7 @@ class CudaRunner:
     @torch.inference_mode()
     def execute(self, prepared: PreparedDeviceStep) -> DeviceResult:
         """Queue one step; called on the runner's thread only, in order of scheduling."""
+        self._began = self._mark()
         for slot in prepared.step.released:
             self.sampler.release(slot)
         for entry in prepared.admissions:
@@ -392,13 +413,20 @@ class CudaRunner:
         errors: dict[int, str],
         prompt_logprobs: dict[int, list[TokenLogprobs]],
     ) -> DeviceResult:
-        event = None
-        if self.device.type == "cuda":
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own gap
-            event.record()
+        before, self._ended = self._ended, self._mark()
         host = self._host_ids[self._ring, :count]
         self._ring = (self._ring + 1) % RING
-        return DeviceResult(host, event, logprobs, errors, prompt_logprobs)
+        return DeviceResult(
+            host, self._ended, logprobs, errors, prompt_logprobs, began=self._began, before=before
+        )
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """Have the device note the time when it comes here; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own gap
+        event.record()
+        return event
 
     def _forward(
         self, arrays: dict[str, torch.Tensor], prepared: PreparedDeviceStep

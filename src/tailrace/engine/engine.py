@@ -340,7 +340,7 @@ class Engine:
             self.runner.check_device()  # but where the device is lost: only a new process helps
             return self._fail_step(in_flight.step, error)
         now = self._clock()
-        self._account(in_flight, now)
+        self._account(in_flight, result, now)
         outputs = []
         sampled = 0
         for index, chunk in enumerate(in_flight.step.chunks):
@@ -353,11 +353,11 @@ class Engine:
                 outputs.append(output)
         return outputs
 
-    def _account(self, in_flight: _InFlight, now: float) -> None:
+    def _account(self, in_flight: _InFlight, result: StepResult, now: float) -> None:
         # A step starts when it is issued or when the one before it ends, whichever is later.
         started = max(in_flight.issued_s, self._last_done_s)
         self._last_done_s = now
-        self.step_time.observe(in_flight.load, now - started)
+        self.step_time.observe(in_flight.load, result.device_s)
         self._counters.steps += 1
         self._counters.step_time_s = now - started
         self._counters.step_tokens = in_flight.step.num_tokens

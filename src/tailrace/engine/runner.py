@@ -7,7 +7,8 @@ alone reads and writes device state: KV caches, sampler state, and each slot's l
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -85,10 +86,32 @@ class StepResult:
     """By index of the sampling chunk: why that row has no valid token."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """By index of the chunk."""
+    device_s: float = 0.0
+    """What the device took for it; 0 where nobody measured."""
+    idle_s: float = 0.0
+    """What the device stood still between the step before and this one."""
 
     def wait(self) -> StepResult:
         """Return this: on a CPU, a step that was executed is done."""
         return self
+
+
+class StepWatch:
+    """Times steps where they run when they are called, one after the other: on a CPU."""
+
+    def __init__(self) -> None:
+        self._begun_s = self._ended_s = time.perf_counter()
+        self._idle_s = 0.0
+
+    def begin(self) -> None:
+        """Note that a step begins."""
+        self._begun_s = time.perf_counter()
+        self._idle_s = self._begun_s - self._ended_s
+
+    def end(self) -> tuple[float, float]:
+        """Note that it ended; return the seconds that it took, and those before it."""
+        self._ended_s = time.perf_counter()
+        return self._ended_s - self._begun_s, self._idle_s
 
 
 class Runner:
@@ -109,6 +132,7 @@ class Runner:
         self.sampler = sampler
         self.kv_caches = allocate_kv(model, num_blocks, block_size)
         self._last_tokens = torch.zeros(num_slots, dtype=torch.int64)
+        self._watch = StepWatch()
 
     @staticmethod
     def padded_decodes(decodes: int) -> int:
@@ -155,6 +179,12 @@ class Runner:
     @torch.inference_mode()
     def execute(self, prepared: PreparedStep) -> StepResult:
         """Run one step; called on the runner's thread only, in order of scheduling."""
+        self._watch.begin()
+        result = self._run(prepared)
+        device_s, idle_s = self._watch.end()
+        return replace(result, device_s=device_s, idle_s=idle_s)
+
+    def _run(self, prepared: PreparedStep) -> StepResult:
         for slot in prepared.step.released:
             self.sampler.release(slot)
         for entry in prepared.admissions:

@@ -1,10 +1,9 @@
 """Steps of chosen shapes, run and timed at warm-up, for `step_time.fit`.
 
-    submit a | submit b | wait a | submit c | wait b | wait c      one shape, as while serving:
-                            t1                  t2       t3        its time is t2 - t1 or t3 - t2
+    submit a | submit b | wait a | submit c | wait b | wait c      one shape: the quicker of b and c
 
-The next step is always queued before one is waited for, so that what overlaps while serving
-overlaps here. Probes end with their time: a large model on a CPU is fitted to the few that it had
+The first may compile and page in; the next step is always queued before one is waited for, so that
+what overlaps while serving overlaps here. Probes end with their time: a large model on a CPU is fitted to the few that it had
 time for.
 """
 
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from tailrace.engine.scheduler import Chunk, Step
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 _FEW_TOKENS = 64
 _MANY_TOKENS = 4096
 _LEAST_PROBES = 2
-_QUICK_S = 0.02
+_QUICK_S = 0.05
 """Steps quicker than this are timed twice: a stall of the machine would weigh too much."""
 
 
@@ -132,16 +130,14 @@ class ProbeRun:
         again = Step()
         for chunk in step.chunks:
             again.add(chunk)
-        begun_s = self._clock()
         in_flight = deque([self._issue(step), self._issue(again)])
-        ends_s = [self._wait(in_flight)]
-        if ends_s[0] - begun_s < _QUICK_S:
+        first_s = self._wait(in_flight)
+        if first_s < _QUICK_S:
             in_flight.append(self._issue(again))
-        ends_s += [self._wait(in_flight) for _ in range(len(in_flight))]
+        took_s = min(self._wait(in_flight) for _ in range(len(in_flight)))
         for table in tables:
             self._blocks.close(table)
         self._released = [chunk.slot for chunk in step.chunks]
-        took_s = min(after - before for before, after in pairwise(ends_s))
         return self._runner.computed(step), took_s
 
     def _step(self, probe: Probe) -> Step:
@@ -156,9 +152,9 @@ class ProbeRun:
     def _issue(self, step: Step) -> Future[Executed]:
         return self._submit(self._runner.execute, self._runner.prepare(step, self._blocks))
 
-    def _wait(self, in_flight: deque[Future[Executed]]) -> float:
-        in_flight.popleft().result().wait()
-        return self._clock()
+    @staticmethod
+    def _wait(in_flight: deque[Future[Executed]]) -> float:
+        return in_flight.popleft().result().wait().device_s
 
 
 def _chunk(slot: int, start: int, end: int) -> Chunk:
