@@ -3,8 +3,8 @@
     submit a | submit b | wait a | submit c | wait b | wait c      one shape: the quicker of b and c
 
 The first may compile and page in; the next step is always queued before one is waited for, so that
-what overlaps while serving overlaps here. Probes end with their time: a large model on a CPU is fitted to the few that it had
-time for.
+what overlaps while serving overlaps here. Probes end with their time: a large model on a CPU is
+fitted to the few that it had time for.
 """
 
 from __future__ import annotations
