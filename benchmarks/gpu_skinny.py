@@ -66,7 +66,7 @@ ATTENTION_CASES = ((1, 500), (8, 500), (50, 500), (50, 1000), (8, 4500), (128, 4
 
 
 def scratch() -> SkinnyScratch:
-    return SkinnyScratch.allocate(8 * 64 * 152064, 8192, "cuda")
+    return SkinnyScratch.allocate("cuda", 8 * 64 * 152064, 8192)
 
 
 def compile_some(shapes: list[SkinnyShape]) -> None:

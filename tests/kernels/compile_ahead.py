@@ -6,6 +6,7 @@ sm_90`. Nothing but Triton's wheel is needed, which brings ptxas and cuobjdump.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -21,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tailrace.kernels.attention_shapes import DECODE, PREFILL
+from tailrace.kernels.linear import triton_skinny
 from tailrace.kernels.paged_attention.triton_decode import decode_kernel, merge_kernel
 from tailrace.kernels.paged_attention.triton_prefill import prefill_kernel
 from tailrace.kernels.rms_norm.triton import rms_norm_kernel
@@ -57,6 +59,8 @@ TYPES = {
 }
 # Strides of a cache whose tokens lie one after the other; those of 1 are compiled in.
 UNIT_STRIDES = {"stride_kd": 1, "stride_vd": 1}
+WIDE = ("N", "K", "span")
+"""Sizes of matrices, multiples of 16 in every model that is served."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,17 @@ def other_cases() -> Iterator[Case]:
         types = TYPES if has_x else {**TYPES, "x_ptr": "*fp32"}
         yield Case(f"rms_norm x={has_x}", rms_norm_kernel, constants, 8, types=types)
     yield Case("silu_mul", silu_mul_kernel, {"WIDTH": 18944, "BLOCK": BLOCK})
+    for shape, rows in itertools.product((triton_skinny.WHOLE, triton_skinny.SPLIT), (16, 32)):
+        constants = {
+            "BLOCK_M": rows, "BLOCK_N": shape.block_n, "BLOCK_K": shape.block_k,
+            "SPLITS": shape.splits, "HAS_BIAS": True,
+        }  # fmt: skip
+        types = TYPES | {"w_ptr": "*bf16", "bias_ptr": "*bf16", "arrivals": "*i32"}
+        kernel = triton_skinny.skinny_kernel
+        yield Case(
+            f"skinny {rows}/{shape.splits}", kernel, constants, shape.num_warps, shape.num_stages,
+            types,
+        )  # fmt: skip
 
 
 def sampling_cases() -> Iterator[Case]:
@@ -141,7 +156,7 @@ def build(case: Case, arch: int) -> Any:
             continue
         signature[name] = case.types.get(name, "i32")
         # What the launcher finds out by itself: pointers and strides are multiples of 16.
-        if signature[name].startswith("*") or name.startswith("stride_"):
+        if signature[name].startswith("*") or name.startswith("stride_") or name in WIDE:
             attributes[index,] = [["tt.divisibility", 16]]
     source = ASTSource(case.kernel, signature, constants, attributes)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}

@@ -17,6 +17,7 @@ from tailrace.kernels.attention_shapes import (
     prefill_shape,
 )
 from tailrace.kernels.linear.cublas import CublasLinear
+from tailrace.kernels.linear.triton_skinny import SkinnyLinear, SkinnyScratch
 from tailrace.kernels.linear.weight import plain
 from tailrace.kernels.paged_attention.device_batch import plan
 from tailrace.kernels.paged_attention.triton_decode import DecodeScratch, decode
@@ -61,6 +62,7 @@ class TritonKernels:
         # Prompts' attention runs there beside the decodes'; the higher priority gives it its share
         # of each multiprocessor: docs/performance.md, "Attention on two streams".
         is_gpu = device.type == "cuda"
+        self._skinny = SkinnyScratch.allocate(device) if is_gpu else None
         self._beside = torch.cuda.Stream(device, priority=-1) if is_gpu else None  # type: ignore[no-untyped-call]
 
     def reserve(self, *, rows: int, num_heads: int, head_dim: int, max_kv_len: int) -> None:
@@ -183,7 +185,9 @@ class TritonKernels:
         """See `Kernels.pack_linear`; quantised weights are unpacked."""
         if DTYPES[dtype] != self.dtype:
             raise ConfigError(f"weights in {dtype} do not go with activations in {self.dtype}")
-        return CublasLinear(plain(weight), bias_O, self.dtype, self.device)
+        linear = CublasLinear(plain(weight), bias_O, self.dtype, self.device)
+        # The interpreter takes a minute for what cuBLAS does at once.
+        return linear if self._skinny is None else SkinnyLinear(linear, self._skinny)
 
     def head_dtype(self, dtype: WeightDtype) -> WeightDtype:
         """See `Kernels.head_dtype`."""

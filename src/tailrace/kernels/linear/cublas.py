@@ -29,14 +29,14 @@ class CublasLinear:
         self, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.name = f"cuBLAS {str(dtype).removeprefix('torch.')}"
-        self._weight_OI = weight_OI.to(device, dtype).contiguous()
-        self._bias_O = None if bias_O is None else bias_O.to(device, dtype).contiguous()
+        self.weight_OI = weight_OI.to(device, dtype).contiguous()
+        self.bias_O = None if bias_O is None else bias_O.to(device, dtype).contiguous()
 
     @property
     def nbytes(self) -> int:
         """Bytes of weight and bias."""
-        return self._weight_OI.nbytes + (0 if self._bias_O is None else self._bias_O.nbytes)
+        return self.weight_OI.nbytes + (0 if self.bias_O is None else self.bias_O.nbytes)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Return [T, O] in the weight's dtype."""
-        return functional.linear(x_TI, self._weight_OI, self._bias_O)
+        return functional.linear(x_TI, self.weight_OI, self.bias_O)

@@ -22,7 +22,13 @@ import triton.language as tl
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_ROWS = 64
+    from tailrace.kernels.linear.cublas import CublasLinear
+
+MOST_ROWS = 32
+"""Beyond them cuBLAS is as fast or faster: benchmarks/gpu_skinny.py."""
+
+_MOST_TILES = 128
+"""A layer of fewer tiles leaves multiprocessors idle, so its inputs are split."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,15 @@ class SkinnyShape:
     splits: int
     num_warps: int
     num_stages: int
+
+
+WHOLE = SkinnyShape(64, 128, 1, 4, 3)
+SPLIT = SkinnyShape(64, 128, 4, 4, 3)
+
+
+def skinny_shape(outputs: int) -> SkinnyShape:
+    """Return the shape for a layer of so many outputs, as measured on an H200."""
+    return SPLIT if triton.cdiv(outputs, SPLIT.block_n) < _MOST_TILES else WHOLE
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -109,8 +124,11 @@ class SkinnyScratch:
     """int32 [tiles], zero between launches."""
 
     @classmethod
-    def allocate(cls, values: int, tiles: int, device: torch.device | str) -> SkinnyScratch:
-        """Make scratch for so many values and tiles."""
+    def allocate(
+        cls, device: torch.device | str, values: int = 0, tiles: int = _MOST_TILES
+    ) -> SkinnyScratch:
+        """Make scratch for so many values and tiles; by default what `skinny_shape` needs."""
+        values = values or SPLIT.splits * MOST_ROWS * _MOST_TILES * SPLIT.block_n
         return cls(
             torch.empty(values, dtype=torch.float32, device=device),
             torch.zeros(tiles, dtype=torch.int32, device=device),
@@ -164,3 +182,36 @@ def skinny_linear(
         num_stages=shape.num_stages,
     )
     return out_TO
+
+
+class SkinnyLinear:
+    """A cuBLAS layer that serves few rows by this kernel.
+
+    Args:
+        many: The layer; its weight is used in place.
+        scratch: Of the stream that all its products run on.
+    """
+
+    def __init__(self, many: CublasLinear, scratch: SkinnyScratch) -> None:
+        self._many = many
+        self._scratch = scratch
+        self._shape = skinny_shape(many.weight_OI.shape[0])
+
+    @property
+    def name(self) -> str:
+        """How it computes."""
+        return f"{self._many.name}, Triton up to {MOST_ROWS} rows"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weight and bias."""
+        return self._many.nbytes
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """Return [T, O] in the weight's dtype."""
+        many = self._many
+        if not 0 < x_TI.shape[0] <= MOST_ROWS:
+            return many(x_TI)
+        return skinny_linear(
+            x_TI, many.weight_OI, many.bias_O, shape=self._shape, scratch=self._scratch
+        )
