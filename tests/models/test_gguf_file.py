@@ -34,6 +34,59 @@ def decode_q8_0(block):
     return [half(block[:2]) * value for value in np.frombuffer(block[2:], np.int8).tolist()]
 
 
+def fifth_bits(block, at):
+    """The highest bit of 32 values, as one little-endian number holds them."""
+    word = int.from_bytes(block[at : at + 4], "little")
+    return [(word >> i & 1) << 4 for i in range(32)]
+
+
+def decode_q5_0(block):
+    nibbles = [byte & 15 for byte in block[6:]] + [byte >> 4 for byte in block[6:]]
+    return [
+        half(block[:2]) * ((low | high) - 16)
+        for low, high in zip(nibbles, fifth_bits(block, 2), strict=True)
+    ]
+
+
+def decode_q5_1(block):
+    nibbles = [byte & 15 for byte in block[8:]] + [byte >> 4 for byte in block[8:]]
+    return [
+        half(block[:2]) * (low | high) + half(block[2:4])
+        for low, high in zip(nibbles, fifth_bits(block, 4), strict=True)
+    ]
+
+
+def scales_and_least(packed):
+    """Eight pairs of 6-bit numbers in 12 bytes: of the last four pairs, two bits lie elsewhere."""
+    pairs = [(packed[i] & 63, packed[i + 4] & 63) for i in range(4)]
+    for i in range(4):
+        low, top = packed[i + 8], (packed[i] >> 6, packed[i + 4] >> 6)
+        pairs.append((low & 15 | top[0] << 4, low >> 4 | top[1] << 4))
+    return pairs
+
+
+def decode_k(block, high, low):
+    """256 values in runs of 32, each with a scale and a least value of 6 bits."""
+    scale, least = half(block[:2]), half(block[2:4])
+    values = []
+    for run, (steps, lift) in enumerate(scales_and_least(block[4:16])):
+        for i in range(32):
+            byte = low[32 * (run // 2) + i]
+            code = byte >> 4 if run % 2 else byte & 15
+            if high:
+                code |= (high[i] >> run & 1) << 4
+            values.append(scale * steps * code - least * lift)
+    return values
+
+
+def decode_q4_k(block):
+    return decode_k(block, b"", block[16:])
+
+
+def decode_q5_k(block):
+    return decode_k(block, block[16:48], block[48:])
+
+
 def decode_q6_k(block):
     """256 values: four low bits, two high bits, an 8-bit scale for every 16, one scale for all."""
     scale = half(block[208:210])
@@ -56,6 +109,10 @@ BLOCKS = {
     Kind.Q4_0: (18, 32, decode_q4_0, (0,)),
     Kind.Q4_1: (20, 32, decode_q4_1, (0, 2)),
     Kind.Q8_0: (34, 32, decode_q8_0, (0,)),
+    Kind.Q5_0: (22, 32, decode_q5_0, (0,)),
+    Kind.Q5_1: (24, 32, decode_q5_1, (0, 2)),
+    Kind.Q4_K: (144, 256, decode_q4_k, (0, 2)),
+    Kind.Q5_K: (176, 256, decode_q5_k, (0, 2)),
     Kind.Q6_K: (210, 256, decode_q6_k, (208,)),
 }
 
@@ -79,12 +136,14 @@ def test_quantised_blocks_are_read_as_their_format_defines(tmp_path, kind):
     got = GgufFile(file).read("w")
     assert got.shape == (3, 2 * values_each)
     assert got.dtype == np.float32
-    np.testing.assert_allclose(got, np.array(expected), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(got, np.array(expected), rtol=1e-6, atol=1e-5)
+    np.testing.assert_array_equal(got, gguf.quants.dequantize(raw.reshape(3, 2 * size), kind))
 
 
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16], ids=lambda kind: kind.name)
 def test_plain_floats_are_read_exactly(tmp_path, kind):
-    values = RNG.normal(size=(5, 7)).astype(np.float16).astype(np.float32)
+    # Eight bits of precision, which all three hold.
+    values = RNG.integers(-255, 256, size=(5, 7)).astype(np.float32) / 64
     file = write_gguf(tmp_path / "a.gguf", {}, {"w": values, "v": values[0]}, kind)
     np.testing.assert_array_equal(GgufFile(file).read("w"), values)
     np.testing.assert_array_equal(GgufFile(file).read("v"), values[0])
@@ -102,10 +161,10 @@ def test_the_header_is_read_as_the_gguf_package_reads_it(tmp_path):
         assert mine.shape == tuple(reversed(tensor.shape.tolist()))
 
 
-@pytest.mark.parametrize("kind", [Kind.BF16, Kind.Q5_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [Kind.TQ1_0, Kind.Q3_K], ids=lambda kind: kind.name)
 def test_an_unsupported_type_is_named_with_its_tensor(tmp_path, kind):
-    values = np.ones((2, 32), np.float32)
-    file = write_gguf(tmp_path / "a.gguf", {}, {"blk.0.w": values}, kind)
+    blocks = np.zeros((2, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
+    file = write_gguf(tmp_path / "a.gguf", {}, {"blk.0.w": blocks}, kind)
     with pytest.raises(ModelError, match=rf"blk\.0\.w has type {kind.name}.*Q6_K"):
         GgufFile(file)
 

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-SUPPORTED_TYPES = ("F32", "F16", "Q4_0", "Q4_1", "Q8_0", "Q6_K")
+SUPPORTED_TYPES = (
+    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"
+)  # fmt: skip
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
