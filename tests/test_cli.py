@@ -39,6 +39,7 @@ def test_serve_has_one_option_for_each_setting():
         ["serve", "--help"],
         ["bench", "--help"],
         ["compare", "--help"],
+        ["check-accuracy", "--help"],
         ["bench", "max-rate", "--help"],
         ["bench", "locustfile"],
     ],

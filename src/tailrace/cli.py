@@ -390,6 +390,45 @@ def _replay(
     raise typer.Exit(replay(options).exit_code)
 
 
+@app.command("check-accuracy")
+def _check_accuracy(
+    model: Annotated[str, typer.Argument(help="As --model-path of `tailrace serve`.")],
+    *,
+    against: Annotated[
+        str, typer.Option(help="The reference; default: the same checkpoint, unpacked, exact.")
+    ] = "",
+    positions: Annotated[int, typer.Option(help="Positions of text to compare.")] = 20_000,
+    text: Annotated[
+        Path | None, typer.Option(help="A text, or a folder of .txt files; default: Python's own.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "auto",
+    quant_type: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "auto",
+    gpus: Annotated[str, typer.Option(help="As of `tailrace serve`; default: the CPU.")] = "",
+    threads: Annotated[int, typer.Option(help="CPU threads; 0: all cores.")] = 0,
+    min_agreement: Annotated[
+        float, typer.Option(help="Least share of equal likeliest tokens.")
+    ] = 0.99,
+    max_divergence: Annotated[float, typer.Option(help="Most mean KL divergence, nats.")] = 0.005,
+) -> None:
+    """Compare a model as it is served with its reference, over real text; 1 where it strays."""
+    settings = {"model_path": model, "dtype": dtype, "quant_type": quant_type, "gpus": gpus}
+    config = load(settings | {"threads": threads}).engine
+    from tailrace.bench.corpus import corpus_text  # noqa: PLC0415
+    from tailrace.engine.setup import pin_threads  # noqa: PLC0415
+
+    pin_threads(config.threads)  # before torch is imported, with what follows
+    from tailrace.engine.accuracy import Bound, check_accuracy  # noqa: PLC0415
+
+    words, _ = corpus_text(text)
+    bound = Bound(min_agreement, max_divergence)
+    with typer.progressbar(length=positions, file=sys.stderr) as bar:
+        found = check_accuracy(
+            config, words, positions=positions, against=against, progress=bar.update
+        )
+    typer.echo(found.describe(bound))
+    raise typer.Exit(0 if found.keeps(bound) else 1)
+
+
 @app.command("demo")
 def _demo(
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("demo-results"),

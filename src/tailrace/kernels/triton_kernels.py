@@ -206,3 +206,16 @@ class TritonKernels:
         return DecodeScratch.allocate(
             rows, num_heads, head_dim, max_kv_len, split, str(self.device)
         )
+
+
+class UnpackedTritonKernels(TritonKernels):
+    """The same with every quantised weight as its plain values: what accuracy is measured against.
+
+    Args:
+        device: As above.
+        dtype: As above.
+    """
+
+    def pack_linear(self, weight: Weight, bias_O: Tensor | None, dtype: WeightDtype) -> Linear:
+        """See `Kernels.pack_linear`."""
+        return super().pack_linear(plain(weight), bias_O, dtype)

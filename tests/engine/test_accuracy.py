@@ -1,0 +1,167 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tailrace import cli
+from tailrace.config import EngineConfig
+from tailrace.engine.accuracy import CPU, WINDOW_TOKENS, Bound, check_accuracy, compare, cut_windows
+from tailrace.errors import ConfigError
+from tailrace.kernels.select import select
+from tailrace.models.loader import load_model
+from tests.models.paged import PagedRun
+from tests.support.quantized import awq, float8, plain_beside, write_quantized
+from tests.support.tiny import make_tiny_checkpoint
+
+TEXT = "The quick brown fox jumps over the lazy dog, and thinks nothing of it. " * 40
+
+
+def load(folder, dtype="float32"):
+    return load_model(folder, dtype=dtype, kernels=select("torch", 1))
+
+
+def config(folder, **settings):
+    settings = {"dtype": "float32", "threads": 1, "cpu_kernels": "torch"} | settings
+    return EngineConfig(model_path=str(folder), **settings)
+
+
+@pytest.fixture
+def source(tmp_path):
+    return make_tiny_checkpoint(tmp_path / "source", max_position_embeddings=2048)
+
+
+def test_the_figures_are_those_of_the_definition(tmp_path, source):
+    other = make_tiny_checkpoint(tmp_path / "other", seed=1)
+    # Longer than a chunk, so that a window is read in several steps.
+    window = list(TEXT.encode()[:301])
+    found = compare(load(source), load(other), [window], CPU)
+    q, p = (
+        PagedRun(load(folder), max_tokens=300).step({0: window[:-1]}).double().log_softmax(-1)
+        for folder in (source, other)
+    )
+    costs = (p.exp() * (p - q)).sum(-1)
+    answers = torch.tensor(window[1:]).unsqueeze(1)
+    assert found.positions == 300
+    assert found.agreement == (p.argmax(-1) == q.argmax(-1)).double().mean()
+    assert found.divergence == pytest.approx(costs.mean().item(), rel=1e-4)
+    assert found.worst_divergence == pytest.approx(costs.max().item(), rel=1e-4)
+    surprise, reference = (-x.gather(1, answers).mean().item() for x in (q, p))
+    assert math.log(found.perplexity) == pytest.approx(surprise, rel=1e-4)
+    assert math.log(found.reference_perplexity) == pytest.approx(reference, rel=1e-4)
+    assert not found.keeps(Bound())
+    assert "MISSED" in found.describe(Bound())
+
+
+def test_a_later_window_sees_nothing_of_the_one_before(source):
+    first, second = list(TEXT.encode()[:200]), list(TEXT.encode()[71:200])
+    model, other = load(source), load(source, "float16")
+    alone = compare(other, model, [second], CPU)
+    both = compare(other, model, [first, second], CPU)
+    before = compare(other, model, [first], CPU)
+    total = alone.divergence * alone.positions + before.divergence * before.positions
+    assert both.divergence * both.positions == pytest.approx(total, rel=1e-9)
+
+
+@pytest.mark.parametrize("form", [awq(32), float8(blocks=True)], ids=["awq", "fp8"])
+def test_quantised_weights_in_float32_are_their_own_reference(tmp_path, source, form):
+    folder = write_quantized(source, tmp_path / "q", form)
+    for against in ("", str(plain_beside(folder))):
+        found = check_accuracy(config(folder), TEXT, positions=150, against=against)
+        assert (found.agreement, found.divergence) == (1.0, 0.0)
+        assert found.perplexity == found.reference_perplexity
+        assert found.keeps(Bound(agreement=1.0, divergence=0.0))
+    assert form.config["quant_method"] in found.served
+
+
+def test_rounding_is_seen_and_held_to_its_bound(source):
+    seen = []
+    asked = config(source, quant_type="fp8")
+    found = check_accuracy(asked, TEXT, positions=500, progress=seen.append)
+    assert sum(seen) == found.positions == 500
+    assert 0 < found.divergence < 0.05
+    assert found.divergence < found.worst_divergence
+    assert not found.keeps(Bound(divergence=found.divergence / 2))
+    assert not found.keeps(Bound(agreement=1.1, divergence=1.0))
+    assert "rounded here" in found.served
+
+
+@pytest.mark.parametrize(
+    ("tokens", "positions", "sizes"),
+    [(400, 1, [2]), (400, 399, [400]), (3100, 1024, [1025]), (9000, 2500, [1025, 1025, 453])],
+)
+def test_windows_hold_the_positions_and_an_answer_each(tokens, positions, sizes):
+    windows = cut_windows(list(range(tokens)), positions)
+    assert [len(window) for window in windows] == sizes
+    assert max(sizes) <= WINDOW_TOKENS + 1
+    starts = [window[0] for window in windows]
+    assert starts[0] == 0
+    # No position is counted twice, and the last window ends where the text does, or nearly.
+    assert all(b - a >= size for a, b, size in zip(starts, starts[1:], sizes, strict=False))
+    if len(windows) > 1:
+        assert tokens - windows[-1][-1] <= len(windows)
+
+
+@pytest.mark.parametrize(("tokens", "positions"), [(100, 100), (100, 0), (2050, 2049)])
+def test_a_text_that_is_too_short_is_refused(tokens, positions):
+    with pytest.raises(ConfigError, match=f"--positions {positions}.*the text has {tokens} tokens"):
+        cut_windows(list(range(tokens)), positions)
+
+
+def test_models_of_two_vocabularies_are_not_compared(tmp_path, source):
+    other = make_tiny_checkpoint(tmp_path / "other", vocab_size=300)
+    with pytest.raises(ConfigError, match="its vocabulary of 300 is not that of .*, 259"):
+        check_accuracy(config(source), TEXT, positions=10, against=str(other))
+
+
+def test_tokenizers_that_differ_are_refused(tmp_path, source):
+    other = make_tiny_checkpoint(tmp_path / "other")
+    file = other / "tokenizer.json"
+    # Two bytes change places.
+    text = file.read_text().replace('"a":97', '"a":98').replace('"b":98', '"b":97')
+    swapped = text.replace('"a": 97', '"a": 98x').replace('"b": 98', '"b": 97').replace("98x", "98")
+    assert swapped != file.read_text()
+    file.write_text(swapped)
+    with pytest.raises(ConfigError, match="its tokenizer cuts the text differently"):
+        check_accuracy(config(source), TEXT, positions=10, against=str(other))
+
+
+def test_a_window_longer_than_the_models_context_is_not_asked_for(tmp_path):
+    short = make_tiny_checkpoint(tmp_path / "short", max_position_embeddings=128)
+    found = check_accuracy(config(short), TEXT, positions=1000)
+    assert found.positions == 1000
+    assert found.agreement == 1.0
+
+
+def test_the_bound_is_the_stated_one():
+    assert (Bound().agreement, Bound().divergence) == (0.99, 0.005)
+    assert replace(Bound(), agreement=0.5).divergence == 0.005
+
+
+@pytest.fixture
+def command(tmp_path, source, monkeypatch, capsys):
+    """The command in this process; returns its exit status and what it printed."""
+    # It would pin this process's threads, for good.
+    monkeypatch.setattr("tailrace.engine.setup.pin_threads", lambda _: None)
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            cli.app(["check-accuracy", str(source), "--text", str(text), *arguments])
+        return ended.value.code, capsys.readouterr().out
+
+    return run
+
+
+def test_the_command_says_what_it_found_and_whether_the_bound_is_kept(command):
+    asked = ("--positions", "300", "--quant-type", "fp8")
+    status, shown = command(*asked, "--min-agreement", "0.5", "--max-divergence", "1")
+    assert (status, "positions   300" in shown, "bound       kept" in shown) == (0, True, True)
+    status, shown = command(*asked, "--max-divergence", "1e-9")
+    assert (status, "bound       MISSED" in shown) == (1, True)
+
+
+def test_the_commands_text_must_be_long_enough(command, source):
+    with pytest.raises(ConfigError, match="--positions 20000.*give a longer one with --text"):
+        cli.app(["check-accuracy", str(source), "--text", str(source.parent / "text.txt")])
