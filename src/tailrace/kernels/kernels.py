@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from tailrace.kernels.kv_scales import UNSCALED, KVScales
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -75,16 +77,24 @@ class Kernels(Protocol):
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
         norm_eps: float = 1e-6,
+        kv_scales: KVScales = UNSCALED,
     ) -> Tensor:
         """Rotate q and k, write k and v into the caches at `batch.slots`, return q [T, Hq, D].
 
         Where `q_norm` and `k_norm` (float32 [D]) are given, q and k are RMS-normed per head
-        before they are rotated.
+        before they are rotated. A float8 cache gets k and v divided by `kv_scales`.
         """
         ...
 
     def paged_attention(
-        self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float
+        self,
+        q_THD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        *,
+        kv_scales: KVScales = UNSCALED,
     ) -> Tensor:
         """Return causal attention of each row over its sequence, float32 [T, Hq * D]."""
         ...

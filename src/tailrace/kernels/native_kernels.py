@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tailrace.kernels.kv_scales import UNSCALED, KVScales, require_unscaled
 from tailrace.kernels.linear.pack import head_dtype, pack_linear
 from tailrace.kernels.native.memory import batch_struct
 from tailrace.kernels.paged_attention.native import paged_attention
@@ -67,8 +68,10 @@ class NativeKernels:
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
         norm_eps: float = 1e-6,
+        kv_scales: KVScales = UNSCALED,
     ) -> Tensor:
         """See `Kernels.rope_and_cache`."""
+        require_unscaled("native", kv_scales)
         return rope_and_cache(
             self._library,
             qkv_TE,
@@ -85,9 +88,17 @@ class NativeKernels:
         )
 
     def paged_attention(
-        self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float
+        self,
+        q_THD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        *,
+        kv_scales: KVScales = UNSCALED,
     ) -> Tensor:
         """See `Kernels.paged_attention`."""
+        require_unscaled("native", kv_scales)
         return paged_attention(
             self._library, q_THD, k_cache, v_cache, self._struct(batch), scale=scale
         )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tailrace.kernels.kv_scales import UNSCALED, KVScales
 from tailrace.kernels.linear.pack import head_dtype, pack_linear
 from tailrace.kernels.paged_attention.reference import paged_attention
 from tailrace.kernels.rms_norm.reference import add_rms_norm, rms_norm
@@ -52,6 +53,7 @@ class TorchKernels:
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
         norm_eps: float = 1e-6,
+        kv_scales: KVScales = UNSCALED,
     ) -> Tensor:
         """See `Kernels.rope_and_cache`."""
         return rope_and_cache(
@@ -66,13 +68,21 @@ class TorchKernels:
             q_norm=q_norm,
             k_norm=k_norm,
             norm_eps=norm_eps,
+            kv_scales=kv_scales,
         )
 
     def paged_attention(
-        self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float
+        self,
+        q_THD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        *,
+        kv_scales: KVScales = UNSCALED,
     ) -> Tensor:
         """See `Kernels.paged_attention`."""
-        return paged_attention(q_THD, k_cache, v_cache, batch, scale)
+        return paged_attention(q_THD, k_cache, v_cache, batch, scale, kv_scales=kv_scales)
 
     def silu_mul(self, gate_up_T2F: Tensor) -> Tensor:
         """See `Kernels.silu_mul`."""

@@ -16,6 +16,7 @@ from tailrace.kernels.attention_shapes import (
     decode_shape,
     prefill_shape,
 )
+from tailrace.kernels.kv_scales import UNSCALED, KVScales
 from tailrace.kernels.linear.cublas import CublasLinear
 from tailrace.kernels.linear.triton_skinny import SkinnyLinear, SkinnyScratch
 from tailrace.kernels.linear.weight import plain
@@ -96,6 +97,7 @@ class TritonKernels:
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
         norm_eps: float = 1e-6,
+        kv_scales: KVScales = UNSCALED,
     ) -> Tensor:
         """See `Kernels.rope_and_cache`; a negative slot writes nothing."""
         return rope_and_cache(
@@ -111,28 +113,36 @@ class TritonKernels:
             q_norm=q_norm,
             k_norm=k_norm,
             norm_eps=norm_eps,
+            kv_scales=kv_scales,
         )
 
     def paged_attention(
-        self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float
+        self,
+        q_THD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        *,
+        kv_scales: KVScales = UNSCALED,
     ) -> Tensor:
         """See `Kernels.paged_attention`."""
         planned = plan(batch, prefill_shape(q_THD.shape[2], batch.max_kv_len, self.capability))
         out_THD = torch.empty_like(q_THD)
         caches = (k_cache, v_cache)
         if not planned.num_decodes:
-            self._prefill(q_THD, caches, planned, scale, out_THD)
+            self._prefill(q_THD, caches, planned, scale, out_THD, kv_scales=kv_scales)
         elif not len(planned.tiles):
-            self._decode(q_THD, caches, planned, scale, out_THD)
+            self._decode(q_THD, caches, planned, scale, out_THD, kv_scales=kv_scales)
         elif self._beside is None:
-            self._decode(q_THD, caches, planned, scale, out_THD)
-            self._prefill(q_THD, caches, planned, scale, out_THD)
+            self._decode(q_THD, caches, planned, scale, out_THD, kv_scales=kv_scales)
+            self._prefill(q_THD, caches, planned, scale, out_THD, kv_scales=kv_scales)
         else:
             stream = torch.cuda.current_stream(self.device)
             self._beside.wait_stream(stream)
             with torch.cuda.stream(self._beside):
-                self._prefill(q_THD, caches, planned, scale, out_THD)
-            self._decode(q_THD, caches, planned, scale, out_THD)
+                self._prefill(q_THD, caches, planned, scale, out_THD, kv_scales=kv_scales)
+            self._decode(q_THD, caches, planned, scale, out_THD, kv_scales=kv_scales)
             stream.wait_stream(self._beside)
         return out_THD.flatten(1)
 
@@ -143,6 +153,8 @@ class TritonKernels:
         batch: DeviceBatch,
         scale: float,
         out_THD: Tensor,
+        *,
+        kv_scales: KVScales,
     ) -> None:
         _, num_heads, head_dim = q_THD.shape
         decodes = batch.num_decodes
@@ -153,6 +165,7 @@ class TritonKernels:
             kv_lens=batch.kv_lens,
             block_tables=batch.block_tables,
             scale=scale,
+            kv_scales=kv_scales,
             shape=decode_shape(head_dim, self.capability),
             scratch=self._scratch_for(decodes, num_heads, head_dim, batch.max_kv_len),
         )
@@ -164,6 +177,8 @@ class TritonKernels:
         batch: DeviceBatch,
         scale: float,
         out_THD: Tensor,
+        *,
+        kv_scales: KVScales,
     ) -> None:
         prefill(
             q_THD,
@@ -174,6 +189,7 @@ class TritonKernels:
             kv_lens=batch.kv_lens,
             block_tables=batch.block_tables,
             scale=scale,
+            kv_scales=kv_scales,
             shape=batch.shape,
         )
 

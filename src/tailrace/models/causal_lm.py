@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tailrace.kernels.attention_batch import AttentionBatch
+    from tailrace.kernels.kv_scales import KVScales
     from tailrace.models.config import ModelConfig
 
 KVCache = tuple["Tensor", "Tensor"]
@@ -36,7 +37,11 @@ class CausalLM(Protocol):
         ...
 
     def forward(
-        self, token_ids: Tensor, batch: AttentionBatch, kv_caches: Sequence[KVCache]
+        self,
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        kv_caches: Sequence[KVCache],
+        kv_scales: Sequence[KVScales] | None = None,
     ) -> Tensor:
         """Run one step and write its keys and values into the caches.
 
@@ -44,6 +49,7 @@ class CausalLM(Protocol):
             token_ids: int64 [T], the sequences' chunks one after the other.
             batch: Where each row belongs.
             kv_caches: One pair a layer.
+            kv_scales: One a layer, where the caches are float8.
 
         Returns:
             float32 [T, H], after the final norm.

@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tailrace.kernels.kv_scales import UNSCALED, KVScales
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -54,7 +56,12 @@ class Attention:
     k_norm: Tensor | None = None  # [D]
 
     def __call__(
-        self, kernels: Kernels, x_TH: Tensor, batch: AttentionBatch, kv_cache: KVCache
+        self,
+        kernels: Kernels,
+        x_TH: Tensor,
+        batch: AttentionBatch,
+        kv_cache: KVCache,
+        kv_scales: KVScales = UNSCALED,
     ) -> Tensor:
         """Return [T, H]; the step's keys and values are in the cache afterwards."""
         k_cache, v_cache = kv_cache
@@ -70,9 +77,12 @@ class Attention:
             q_norm=self.q_norm,
             k_norm=self.k_norm,
             norm_eps=self.norm_eps,
+            kv_scales=kv_scales,
         )
         scale = self.head_dim**-0.5
-        return self.out(kernels.paged_attention(q_THd, k_cache, v_cache, batch, scale))
+        return self.out(
+            kernels.paged_attention(q_THd, k_cache, v_cache, batch, scale, kv_scales=kv_scales)
+        )
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,11 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: Tensor, batch: AttentionBatch, kv_caches: Sequence[KVCache]
+        self,
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        kv_caches: Sequence[KVCache],
+        kv_scales: Sequence[KVScales] | None = None,
     ) -> Tensor:
         """Run one step; see `CausalLM.forward`."""
         kernels, eps = self.kernels, self.config.rms_norm_eps
@@ -118,8 +132,11 @@ class Decoder:
         residual_TH = self.embedding.index_select(0, token_ids).to(torch.float32)
         x_TH = kernels.rms_norm(residual_TH, self.layers[0].attention_norm, eps)
         next_norms = [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
-        for layer, kv_cache, next_norm_H in zip(self.layers, kv_caches, next_norms, strict=True):
-            x_TH = layer.attention(kernels, x_TH, batch, kv_cache)
+        scales = kv_scales or [UNSCALED] * len(self.layers)
+        for layer, kv_cache, layer_scales, next_norm_H in zip(
+            self.layers, kv_caches, scales, next_norms, strict=True
+        ):
+            x_TH = layer.attention(kernels, x_TH, batch, kv_cache, layer_scales)
             x_TH = kernels.add_rms_norm(x_TH, residual_TH, layer.mlp_norm, eps)
             x_TH = layer.mlp(kernels, x_TH)
             x_TH = kernels.add_rms_norm(x_TH, residual_TH, next_norm_H, eps)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from tailrace.kernels.kv_scales import UNSCALED, KVScales
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -17,14 +19,26 @@ if TYPE_CHECKING:
 
 
 def paged_attention(
-    q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    *,
+    kv_scales: KVScales = UNSCALED,
 ) -> Tensor:
-    """Return causal, grouped-query attention, float32 [T, Hq * D]."""
+    """Return causal, grouped-query attention, float32 [T, Hq * D].
+
+    A float8 cache is read by its scales.
+    """
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     starts = batch.query_starts.tolist()
     for i, kv_len in enumerate(batch.kv_lens.tolist()):
         rows = slice(starts[i], starts[i + 1])
         keys, values = gather(k_cache, v_cache, batch.block_tables[i], kv_len)
+        if keys.dtype != q_THD.dtype:
+            keys = keys.to(q_THD.dtype) * kv_scales.k
+            values = values.to(q_THD.dtype) * kv_scales.v
         out_THD[rows] = attend(q_THD[rows], keys, values, scale)
     return out_THD.flatten(1)
 

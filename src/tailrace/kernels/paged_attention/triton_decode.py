@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tailrace.kernels.kv_scales import UNSCALED, KVScales
 from tailrace.kernels.paged_attention.triton_prefill import LOG2_E
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ def merge_kernel(
     out_ptr,
     kv_lens,
     max_splits,
+    v_scale,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -147,7 +149,7 @@ def merge_kernel(
         total = total * rescale + weight
         peak = higher
     # A padded row has no keys: it gets zeros, for what it holds flows on through the layers.
-    acc = tl.where(count > 0, acc / total, 0.0)
+    acc = tl.where(count > 0, acc / total * v_scale, 0.0)
     tl.store(out_ptr + place * HEAD_DIM + dims, acc.to(out_ptr.dtype.element_ty))
 
 
@@ -188,6 +190,7 @@ def decode(
     scale: float,
     shape: DecodeShape,
     scratch: DecodeScratch,
+    kv_scales: KVScales = UNSCALED,
 ) -> None:
     """Write attention of one row a sequence into `out_BHD`.
 
@@ -201,6 +204,7 @@ def decode(
         scale: Of the scores.
         shape: Split and tile sizes.
         scratch: For at least B rows and the longest of `kv_lens`.
+        kv_scales: Of a float8 cache.
     """
     num_rows, num_heads, head_dim = q_BHD.shape
     num_kv_heads, unit = v_cache.shape[1:3]
@@ -215,7 +219,7 @@ def decode(
         block_tables,
         block_tables.stride(0),
         scratch.max_splits,
-        scale * LOG2_E,
+        scale * kv_scales.k * LOG2_E,
         k_cache.stride(0),
         k_cache.stride(1),
         k_cache.stride(3),
@@ -240,6 +244,7 @@ def decode(
         out_BHD,
         kv_lens,
         scratch.max_splits,
+        kv_scales.v,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         SPLIT=shape.split,

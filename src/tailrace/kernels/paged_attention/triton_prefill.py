@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from tailrace.kernels.kv_scales import UNSCALED, KVScales
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -80,7 +82,7 @@ def _span(
         else:
             k = tl.load(k_pointers)
             v = tl.load(v_pointers)
-        scores = tl.dot(q, k, input_precision="ieee") * scale_log2
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale_log2
         if MASKED:
             is_visible = (columns[None, :] <= positions[:, None]) & is_key[None, :]
             scores = tl.where(is_visible, scores, float("-inf"))
@@ -88,7 +90,9 @@ def _span(
         weights = tl.exp2(scores - higher[:, None])
         rescale = tl.exp2(peak - higher)
         total = total * rescale + tl.sum(weights, 1)
-        acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        acc = acc * rescale[:, None] + tl.dot(
+            weights.to(q.dtype), v.to(q.dtype), input_precision="ieee"
+        )
         peak = higher
     return acc, peak, total
 
@@ -105,6 +109,7 @@ def prefill_kernel(
     tables,
     table_stride,
     scale_log2,
+    v_scale,
     stride_kb,
     stride_kh,
     stride_kt,
@@ -156,7 +161,7 @@ def prefill_kernel(
         stride_kb, stride_kt, stride_kd, stride_vb, stride_vt, stride_vd,
         MASKED=True, UNIT=UNIT, HEAD_DIM=HEAD_DIM, BLOCK_N=BLOCK_N,
     )  # fmt: skip
-    acc = acc / total[:, None]
+    acc = acc / total[:, None] * v_scale
     tl.store(
         out_ptr + places[:, None] + dims[None, :],
         acc.to(out_ptr.dtype.element_ty),
@@ -176,12 +181,13 @@ def prefill(
     block_tables: Tensor,
     scale: float,
     shape: Shape,
+    kv_scales: KVScales = UNSCALED,
 ) -> None:
     """Write causal attention of the rows in `tiles` into `out_THD`.
 
     Args:
         q_THD: [T, Hq, D], contiguous; float16, bfloat16 or float32.
-        k_cache: [num_blocks, Hkv, D, block_size], any strides, q's dtype.
+        k_cache: [num_blocks, Hkv, D, block_size], any strides; q's dtype or float8.
         v_cache: [num_blocks, Hkv, block_size, D], any strides.
         out_THD: As q; rows of no tile are left as they are.
         tiles: int32 [N, 2]: sequence, and its tile's first row within the chunk.
@@ -190,6 +196,7 @@ def prefill(
         block_tables: int32 [B, W], contiguous rows.
         scale: Of the scores.
         shape: Tile sizes; `tiles` are cut for `shape.block_m`.
+        kv_scales: Of a float8 cache.
     """
     num_heads, head_dim = q_THD.shape[1:]
     num_kv_heads, unit = v_cache.shape[1:3]
@@ -203,7 +210,8 @@ def prefill(
         kv_lens,
         block_tables,
         block_tables.stride(0),
-        scale * LOG2_E,
+        scale * kv_scales.k * LOG2_E,
+        kv_scales.v,
         k_cache.stride(0),
         k_cache.stride(1),
         k_cache.stride(3),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tailrace.kernels.kv_scales import UNSCALED, KVScales, quantised
 from tailrace.kernels.rms_norm.reference import rms_norm
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def rope_and_cache(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     norm_eps: float,
+    kv_scales: KVScales = UNSCALED,
 ) -> Tensor:
     """Rotate q and k, write k and v at `batch.slots`, and return q [T, Hq, D]."""
     heads_THD = qkv_TE.view(qkv_TE.shape[0], num_heads + 2 * num_kv_heads, head_dim)
@@ -42,8 +44,8 @@ def rope_and_cache(
     block_size = v_cache.shape[2]
     blocks = batch.slots // block_size
     offsets = batch.slots % block_size
-    k_cache[blocks, :, :, offsets] = k
-    v_cache[blocks, :, offsets] = v
+    k_cache[blocks, :, :, offsets] = quantised(k, kv_scales.k, k_cache.dtype)
+    v_cache[blocks, :, offsets] = quantised(v, kv_scales.v, v_cache.dtype)
     return q
 
 

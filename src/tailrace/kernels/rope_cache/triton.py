@@ -3,6 +3,8 @@
 qkv row   [ q heads | k heads | v heads ]       each head as its two halves (d, d + D/2)
             rotate    rotate     as it is
           -> q out    -> K cache -> V cache     a row whose slot is negative writes no cache
+
+A float8 cache gets k and v divided by the layer's scales and saturated.
 """
 
 from __future__ import annotations
@@ -13,10 +15,18 @@ import torch
 import triton
 import triton.language as tl
 
+from tailrace.kernels.kv_scales import FLOAT8, UNSCALED, KVScales
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tailrace.kernels.rotary import Rotary
+
+
+@triton.jit
+def _saturated(x):
+    # Beyond the largest value the conversion would make NaN; a NaN is to stay one.
+    return tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -32,6 +42,8 @@ def rope_cache_kernel(
     k_cache,
     v_cache,
     norm_eps,
+    k_inverse,
+    v_inverse,
     stride_kb,
     stride_kh,
     stride_kt,
@@ -46,6 +58,7 @@ def rope_cache_kernel(
     PADDED: tl.constexpr,
     UNIT: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    IS_FLOAT8: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     total: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
@@ -87,6 +100,11 @@ def rope_cache_kernel(
         k_target = k_cache + unit * stride_kb + offset * stride_kt
         k_target += k_heads[:, None] * stride_kh + dims[None, :] * stride_kd
         cache_dtype = k_cache.dtype.element_ty
+        if IS_FLOAT8:
+            turned_left = _saturated(turned_left * k_inverse)
+            turned_right = _saturated(turned_right * k_inverse)
+            left = _saturated(left * v_inverse)
+            right = _saturated(right * v_inverse)
         tl.store(k_target, turned_left.to(cache_dtype), mask=is_k[:, None])
         tl.store(k_target + HALF * stride_kd, turned_right.to(cache_dtype), mask=is_k[:, None])
         v_heads = heads - NUM_HEADS - NUM_KV_HEADS
@@ -110,6 +128,7 @@ def rope_and_cache(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     norm_eps: float,
+    kv_scales: KVScales = UNSCALED,
 ) -> Tensor:
     """Rotate q and k, write k and v at `slots`, and return q [T, Hq, D] in qkv's dtype.
 
@@ -126,6 +145,7 @@ def rope_and_cache(
         q_norm: float32 [D], or None for no norm; given together with `k_norm`.
         k_norm: float32 [D].
         norm_eps: Of the norms.
+        kv_scales: What k and v are divided by in a float8 cache, where they saturate.
     """
     rows = qkv_TE.shape[0]
     q_THD = torch.empty(rows, num_heads, head_dim, dtype=qkv_TE.dtype, device=qkv_TE.device)
@@ -144,6 +164,8 @@ def rope_and_cache(
         k_cache,
         v_cache,
         norm_eps,
+        1 / kv_scales.k,
+        1 / kv_scales.v,
         k_cache.stride(0),
         k_cache.stride(1),
         k_cache.stride(3),
@@ -158,6 +180,7 @@ def rope_and_cache(
         PADDED=triton.next_power_of_2(num_heads + 2 * num_kv_heads),
         UNIT=v_cache.shape[2],
         HAS_NORM=has_norm,
+        IS_FLOAT8=k_cache.dtype == FLOAT8,
         num_warps=4,
     )
     return q_THD
