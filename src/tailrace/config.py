@@ -41,7 +41,11 @@ class EngineConfig:
         "float32; bfloat16 rounds activations as well, and needs AVX512-BF16 or AMX. On a GPU auto "
         "means bfloat16.",
     )
-    kv_cache_dtype: str = setting("auto", "auto: float32 on a CPU, the weights' dtype on a GPU.")
+    kv_cache_dtype: str = setting(
+        "auto",
+        "auto (float32 on a CPU, the weights' dtype on a GPU) | fp8 (e4m3 with a scale a layer, "
+        "from the checkpoint or measured at start; GPUs of compute capability 8.9 or later).",
+    )
     quant_type: str = setting(
         "auto",
         "Weight format: auto (as the checkpoint says) | fp8 (also rounds plain weights to FP8 at "
@@ -112,6 +116,11 @@ class EngineConfig:
         """Whether the block manager chooses the size of each block."""
         return self.block_size == "auto"
 
+    @property
+    def kv_is_float8(self) -> bool:
+        """Whether KV is kept in float8 (e4m3); "fp8_e4m3" is its longer name."""
+        return self.kv_cache_dtype in ("fp8", "fp8_e4m3")
+
     def _check_device(self) -> None:
         if len(self.gpus) > 1:
             raise ConfigError(
@@ -123,15 +132,16 @@ class EngineConfig:
         if self.kv_cache_dtype == "auto":
             return
         if not self.gpus and self.kv_cache_dtype != "float32":
+            why = "float8 needs a GPU that converts it: " if self.kv_is_float8 else ""
             raise ConfigError(
-                f"--kv-cache-dtype {self.kv_cache_dtype}: the CPU engine keeps KV in float32; "
+                f"--kv-cache-dtype {self.kv_cache_dtype}: {why}the CPU engine keeps KV in float32; "
                 "use auto or float32"
             )
         weights = "bfloat16" if self.dtype == "auto" else self.dtype
-        if self.gpus and self.kv_cache_dtype != weights:
+        if self.gpus and not self.kv_is_float8 and self.kv_cache_dtype != weights:
             raise ConfigError(
                 f"--kv-cache-dtype {self.kv_cache_dtype}: the GPU engine keeps KV in the weights' "
-                f"dtype, {weights}; use auto"
+                f"dtype, {weights}, or in fp8; use auto or fp8"
             )
 
 

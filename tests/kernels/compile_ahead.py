@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tailrace.kernels.attention_shapes import DECODE, PREFILL
+from tailrace.kernels.attention_shapes import ADA, DECODE, PREFILL
 from tailrace.kernels.linear import triton_skinny
 from tailrace.kernels.paged_attention.triton_decode import decode_kernel, merge_kernel
 from tailrace.kernels.paged_attention.triton_prefill import prefill_kernel
@@ -55,8 +55,11 @@ TYPES = {
     **dict.fromkeys(INDEX, "*i32"),
     **dict.fromkeys(LONG, "*i64"),
     "top_p": "*fp64",
-    **dict.fromkeys(("scale_log2", "eps", "norm_eps"), "fp32"),
+    **dict.fromkeys(
+        ("scale_log2", "eps", "norm_eps", "v_scale", "k_inverse", "v_inverse"), "fp32"
+    ),
 }
+FLOAT8_KV = {**TYPES, **dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv")}
 # Strides of a cache whose tokens lie one after the other; those of 1 are compiled in.
 UNIT_STRIDES = {"stride_kd": 1, "stride_vd": 1}
 WIDE = ("N", "K", "span")
@@ -73,6 +76,15 @@ class Case:
     num_warps: int = 4
     num_stages: int = 3
     types: dict[str, str] = field(default_factory=lambda: TYPES)
+
+
+def float8_cases(kind: int) -> Iterator[Case]:
+    """The kernels that see the cache, where it is float8."""
+    if kind < ADA:
+        return
+    for case in [*attention_cases(kind), *rope_cases(is_float8=True)]:
+        if "k_cache" in case.kernel.arg_names:
+            yield replace(case, name=f"{case.name} float8", types=FLOAT8_KV)
 
 
 def attention_cases(kind: int) -> Iterator[Case]:
@@ -107,16 +119,20 @@ def attention_cases(kind: int) -> Iterator[Case]:
         )
 
 
-def other_cases() -> Iterator[Case]:
+def rope_cases(*, is_float8: bool) -> Iterator[Case]:
     for has_norm in (False, True):
         yield Case(
             f"rope_cache norm={has_norm}",
             rope_cache_kernel,
             {
                 **UNIT_STRIDES, "NUM_HEADS": 28, "NUM_KV_HEADS": 4, "HALF": 64, "PADDED": 64,
-                "UNIT": 16, "HAS_NORM": has_norm,
+                "UNIT": 16, "HAS_NORM": has_norm, "IS_FLOAT8": is_float8,
             },
         )  # fmt: skip
+
+
+def other_cases() -> Iterator[Case]:
+    yield from rope_cases(is_float8=False)
     for has_x in (False, True):
         constants = {"WIDTH": 3584, "BLOCK": 4096, "HAS_X": has_x}
         types = TYPES if has_x else {**TYPES, "x_ptr": "*fp32"}
@@ -183,7 +199,8 @@ def usage(compiled: Any) -> dict[str, int]:
 
 
 def main(kind: int) -> None:
-    for case in [*attention_cases(kind), *other_cases(), *sampling_cases()]:
+    cases = [*attention_cases(kind), *float8_cases(kind), *other_cases(), *sampling_cases()]
+    for case in cases:
         print(json.dumps({"name": case.name, **usage(build(case, kind))}), flush=True)  # noqa: T201
 
 

@@ -20,6 +20,7 @@ from tailrace.kernels.native import library
 from tailrace.kernels.native_kernels import NativeKernels
 from tailrace.kernels.torch_kernels import TorchKernels
 from tests.kernels.on_triton import OnTriton
+from tests.support.interpreter import exact_float8
 
 
 @pytest.fixture(autouse=True)
@@ -79,8 +80,10 @@ def on_triton(request):
 
 
 @pytest.fixture
-def interpreter():
-    """Triton's interpreter in silence."""
+def interpreter(monkeypatch):
+    """Triton's interpreter in silence, its float8 mended."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    exact_float8(monkeypatch)
     if np.lib.NumpyVersion(np.__version__) >= "2.4.0":
         pytest.fail("numpy 2.4 breaks Triton 3.6's interpreter; pip install 'numpy<2.4'")
     with warnings.catch_warnings():

@@ -39,6 +39,8 @@ def test_every_kernel_compiles_within_the_gpus_means(kind, tmp_path):
         "prefill", "decode", "merge", "rope_cache", "rms_norm", "silu_mul", "skinny",
         "sample_adjust", "sample_search", "sample_draw",
     }  # fmt: skip
+    float8 = {entry["name"].split()[0] for entry in kernels if entry["name"].endswith("float8")}
+    assert float8 == ({"prefill", "decode", "rope_cache"} if kind >= ADA else set())
     for entry in kernels:
         assert entry["registers"] <= 255, entry
         assert entry["stack"] == 0, entry

@@ -21,7 +21,9 @@ from tailrace.engine.device_sampler import NO_TOKEN
 from tailrace.engine.early_prompts import EARLY_SLOTS
 from tailrace.engine.runner import Admission, PromptRows, StepResult, prompt_rows, score_prompt
 from tailrace.engine.staging import RING, Packed, Staging
+from tailrace.errors import EngineError
 from tailrace.kernels.attention_shapes import prefill_shape
+from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.paged_attention.device_batch import DeviceBatch, cut_tiles
 from tailrace.kernels.sampling.rows import NOT_FINITE
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from tailrace.engine.device_sampler import DeviceSampler
     from tailrace.engine.scheduler import Chunk, Step
     from tailrace.engine.step_time import StepLoad
+    from tailrace.kernels.kv_scales import KVScales
     from tailrace.kernels.paged_attention.triton_prefill import Shape
     from tailrace.kernels.triton_kernels import TritonKernels
     from tailrace.models.causal_lm import CausalLM, KVCache
@@ -171,6 +174,7 @@ class CudaRunner:
         context_length: Most tokens of one sequence.
         token_budget: Most rows of a step.
         kv_dtype: Of the cache.
+        kv_scales: One a layer, where that is float8.
     """
 
     def __init__(
@@ -185,8 +189,12 @@ class CudaRunner:
         context_length: int,
         token_budget: int,
         kv_dtype: torch.dtype,
+        kv_scales: list[KVScales] | None = None,
     ) -> None:
+        if (kv_scales is not None) != (kv_dtype == FLOAT8):
+            raise EngineError("KV scales go with a float8 cache, and with no other")
         self.model = model
+        self._kv_scales = kv_scales
         self.sampler = sampler
         self.device = kernels.device
         self._capability = kernels.capability
@@ -443,7 +451,11 @@ class CudaRunner:
             tiles=arrays["tiles"],
             shape=prepared.shape,
         )
-        return self.model.forward(self._input_ids(arrays), batch, self.kv_caches)
+        return self._hidden(arrays, batch)
+
+    def _hidden(self, arrays: dict[str, torch.Tensor], batch: DeviceBatch) -> torch.Tensor:
+        ids = self._input_ids(arrays)
+        return self.model.forward(ids, batch, self.kv_caches, self._kv_scales)
 
     def _input_ids(self, arrays: dict[str, torch.Tensor]) -> torch.Tensor:
         pending = arrays["pending"]
@@ -485,7 +497,7 @@ class CudaRunner:
             def run(
                 arrays: dict[str, torch.Tensor] = arrays, batch: DeviceBatch = batch
             ) -> tuple[torch.Tensor, torch.Tensor]:
-                hidden = self.model.forward(self._input_ids(arrays), batch, self.kv_caches)
+                hidden = self._hidden(arrays, batch)
                 return self._sample_rows(hidden, arrays["sample_rows"], arrays["sample_slots"])
 
             run()  # compiles, and chooses cuBLAS's algorithms, outside the capture

@@ -19,8 +19,10 @@ from tailrace.engine.cuda_runner import (
     mixed_frames,
 )
 from tailrace.engine.device_sampler import DeviceSampler
+from tailrace.engine.kv_calibration import find_scales
 from tailrace.errors import ConfigError
-from tailrace.kernels.attention_shapes import decode_shape, prefill_shape
+from tailrace.kernels.attention_shapes import FLOAT8_CAPABILITY, decode_shape, prefill_shape
+from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.paged_attention.device_batch import DeviceBatch, cut_tiles
 from tailrace.kernels.triton_kernels import TritonKernels
 from tailrace.models.loader import describe_weights, load_model
@@ -123,9 +125,14 @@ def load_runner(
         raise ConfigError(
             f"--context-length {context}: the model holds {model.config.max_position} tokens"
         )
+    kv_dtype = kv_dtype_of(config, kernels)
+    found = None
+    if kv_dtype == FLOAT8:
+        found = find_scales(model, kernels, folder, config.load_format)
+        log.info("kv_scales", source=found.source, scales=found.listed())
     plan = plan_memory(config, model, kernels, token_budget, context)
     log.info("gpu_memory", plan=plan.describe())
-    context, num_blocks = size_pool(config, plan, context, kv_bytes_per_token(model, kernels.dtype))
+    context, num_blocks = size_pool(config, plan, context, kv_bytes_per_token(model, kv_dtype))
     runner = CudaRunner(
         model,
         sampler,
@@ -135,13 +142,35 @@ def load_runner(
         num_slots=config.max_batch_size,
         context_length=context,
         token_budget=token_budget,
-        kv_dtype=kernels.dtype,
+        kv_dtype=kv_dtype,
+        kv_scales=None if found is None else found.scales,
     )
     started_s = time.monotonic()
     runner.capture()
     log.info("graphs_captured", seconds=round(time.monotonic() - started_s, 2))
-    words = f"{torch.cuda.get_device_name(device)} ({kernels.name} kernels; {plan.describe()})"
+    kv_words = "" if found is None else f"KV in float8, scales {found.describe()}; "
+    words = (
+        f"{torch.cuda.get_device_name(device)} ({kernels.name} kernels; {kv_words}"
+        f"{plan.describe()})"
+    )
     return runner, context, num_blocks, words
+
+
+def kv_dtype_of(config: EngineConfig, kernels: TritonKernels) -> torch.dtype:
+    """Return the dtype that KV is kept in.
+
+    Raises:
+        ConfigError: float8 is asked for, and the GPU does not have it.
+    """
+    if not config.kv_is_float8:
+        return kernels.dtype
+    major, minor = kernels.capability
+    if (major, minor) < FLOAT8_CAPABILITY:
+        raise ConfigError(
+            f"--kv-cache-dtype {config.kv_cache_dtype}: this GPU's compute capability is "
+            f"{major}.{minor}, and float8 (e4m3) needs 8.9 or later (Ada, Hopper); use auto"
+        )
+    return FLOAT8
 
 
 def plan_memory(

@@ -15,6 +15,9 @@ from tailrace.kernels.paged_attention.triton_prefill import Shape
 Capability = tuple[int, int]
 """Of a GPU, as `torch.cuda.get_device_capability` gives it: (9, 0) is Hopper's."""
 
+FLOAT8_CAPABILITY: Capability = (8, 9)
+"""The least that converts e4m3 in hardware, without which Triton does not compile it."""
+
 INTERPRETER: Capability = (9, 0)
 """What Triton's interpreter stands in for."""
 

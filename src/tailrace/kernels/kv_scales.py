@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from tailrace.errors import EngineError, ModelError
-
-FLOAT8 = torch.float8_e4m3fn
-FLOAT8_MAX = 448.0
+from tailrace.kernels.linear.float8 import FLOAT8, FLOAT8_MAX
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,27 @@ class Checkpoint:
         """Say in which file a tensor is, or should be."""
         return f"{self.folder / self._homes.get(name, '')}: tensor {name}"
 
+    @property
+    def names(self) -> list[str]:
+        """The tensors that the folder holds."""
+        return list(self._homes)
+
+    def take_number(self, name: str) -> float:
+        """Return a tensor of one element, of whatever float type and rank.
+
+        Raises:
+            ModelError: It is missing, or holds another number of elements.
+        """
+        if name not in self._homes:
+            raise ModelError(f"{self.folder}: tensor {name} is missing")
+        tensor: Tensor = self._files[self._homes[name]].get_tensor(name)
+        if tensor.numel() != 1:
+            raise ModelError(
+                f"{self.folder}: tensor {name} has shape {list(tensor.shape)}, expected one element"
+            )
+        self._left.discard(name)
+        return float(tensor.float().item())
+
     def finish(self, ignored: Iterable[str] = ()) -> None:
         """Check that nothing is left over: a tensor without a place means another architecture.
 

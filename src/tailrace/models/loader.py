@@ -9,6 +9,7 @@ from tailrace.errors import ModelError
 from tailrace.models.builder import Builder
 from tailrace.models.checkpoint import Checkpoint, RandomTensors
 from tailrace.models.config import load_config
+from tailrace.models.kv_scales import KV_SCALE_NAMES
 from tailrace.models.quantization import chosen
 from tailrace.models.registry import builder_of
 
@@ -29,8 +30,9 @@ _DTYPES: dict[str, WeightDtype] = {
 }
 """On a CPU float16 weights are half the memory traffic; sums stay float32."""
 
-_IGNORED = (r".*\.rotary_emb\.inv_freq",)
-"""Old Llama checkpoints store the rotary frequencies, which the config gives as well."""
+_IGNORED = (r".*\.rotary_emb\.inv_freq", *KV_SCALE_NAMES)
+"""Old Llama checkpoints store the rotary frequencies, which the config gives as well; KV scales are
+read where the KV is float8."""
 
 
 def load_model(

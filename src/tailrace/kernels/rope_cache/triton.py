@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tailrace.kernels.kv_scales import FLOAT8, UNSCALED, KVScales
+from tailrace.kernels.kv_scales import UNSCALED, KVScales
+from tailrace.kernels.linear.float8 import FLOAT8
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,0 +1,77 @@
+"""The KV scales that a checkpoint brings: one number for a layer's keys and one for its values.
+
+The tools spell them in three ways, each a tensor of one element that multiplies what was kept:
+
+    model.layers.N.self_attn.k_scale                 compressed-tensors' `kv_cache_scheme`
+    model.layers.N.self_attn.k_proj.k_scale          ModelOpt
+    model.layers.N.self_attn.k_proj.output_scale     AutoFP8, Quark
+
+and likewise for v. Scales of queries or probabilities (`q_scale`, `prob_scale`) serve kernels that
+compute attention in float8; ours does not, so they are left alone.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from tailrace.errors import ModelError
+from tailrace.kernels.kv_scales import KVScales
+from tailrace.models.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+KV_SCALE_NAMES = (
+    r"model\.layers\.\d+\.self_attn\.(q|k|v|prob|p)_scale",
+    r"model\.layers\.\d+\.self_attn\.(q|k|v)_proj\.((q|k|v)_scale|output_scale)",
+    r"model\.layers\.\d+\.self_attn\.prob_output_scale",
+)
+"""Names that `Checkpoint.finish` may find left over, whatever the KV's dtype."""
+
+_OURS = re.compile(
+    r"model\.layers\.(?P<layer>\d+)\.self_attn\."
+    r"((?P<short>[kv])_scale|(?P<long>[kv])_proj\.((?P=long)_scale|output_scale))"
+)
+
+
+def find_kv_scales(checkpoint: Checkpoint, num_layers: int) -> list[KVScales] | None:
+    """Return the checkpoint's scales, one a layer, or None where it has none at all.
+
+    Raises:
+        ModelError: Some layers have scales and others have none, or one is no positive number.
+    """
+    found = _places(checkpoint.names)
+    if not found:
+        return None
+    wanted = [(layer, which) for layer in range(num_layers) for which in "kv"]
+    missing = [f"layer {layer}'s {which}" for layer, which in wanted if (layer, which) not in found]
+    if missing:
+        raise ModelError(
+            f"{checkpoint.folder}: KV scales are there for some layers only; missing: "
+            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
+        )
+    return [_layer(checkpoint, found[layer, "k"], found[layer, "v"]) for layer in range(num_layers)]
+
+
+def read_kv_scales(folder: Path, num_layers: int) -> list[KVScales] | None:
+    """Return the scales of a checkpoint's folder; see `find_kv_scales`."""
+    return find_kv_scales(Checkpoint(folder), num_layers)
+
+
+def _places(names: Iterable[str]) -> dict[tuple[int, str], str]:
+    places = {}
+    for name in names:
+        match = _OURS.fullmatch(name)
+        if match is not None:
+            places[int(match["layer"]), match["short"] or match["long"]] = name
+    return places
+
+
+def _layer(checkpoint: Checkpoint, k_name: str, v_name: str) -> KVScales:
+    k, v = (checkpoint.take_number(name) for name in (k_name, v_name))
+    try:
+        return KVScales(k, v)
+    except ModelError as error:
+        raise ModelError(f"{checkpoint.folder}: {k_name}, {v_name}: {error}") from error

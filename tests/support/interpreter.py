@@ -1,0 +1,38 @@
+"""Triton's interpreter, with float8 conversions as a GPU makes them.
+
+Triton 3.6's own lose the carry of a rounded mantissa (31.7 becomes 16), round subnormals down, and
+make 384 of NaN. torch's are right: to the nearest, ties to even, NaN stays.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+def exact_float8(monkeypatch):
+    """Give the interpreter torch's conversions from and to float8 (e4m3)."""
+    from triton import language as tl  # noqa: PLC0415 - where Triton is not installed
+    from triton.runtime import interpreter  # noqa: PLC0415 - as above
+
+    kinds = {
+        tl.float32: (torch.float32, np.uint32),
+        tl.float16: (torch.float16, np.uint16),
+        tl.bfloat16: (torch.bfloat16, np.uint16),
+        tl.float8e4nv: (torch.float8_e4m3fn, np.uint8),
+    }
+    theirs = interpreter._convert_float
+
+    def convert(values, given, wanted, rounding):
+        if tl.float8e4nv not in (given, wanted):
+            return theirs(values, given, wanted, rounding)
+        bits = np.ascontiguousarray(values).view(kinds[given][1])
+        x = torch.from_numpy(bits.copy()).view(kinds[given][0])
+        # Beyond its largest value a GPU saturates here; torch makes NaN.
+        if wanted == tl.float8e4nv:
+            x = x.float().clamp(-448, 448)
+        y = x.to(torch.float32).to(kinds[wanted][0])
+        as_bytes = y.contiguous().view(torch.uint8).numpy().view(kinds[wanted][1])
+        return as_bytes.reshape(np.shape(values))
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
