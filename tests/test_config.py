@@ -49,7 +49,7 @@ def test_the_block_size_is_a_unit_or_a_mix_of_sizes_over_the_smallest():
         ("max_batch_size", 0, "at least 1"),
         ("quant_type", "awk", "did you mean 'awq'"),
         ("gpus", "0,1", "several GPUs is not in this version"),
-        ("kv_cache_dtype", "fp8", "float32"),
+        ("kv_cache_dtype", "fp8", "float8 needs a GPU .* keeps KV in float32"),
         ("context_length", -1, "at least 0"),
         ("max_num_batched_tokens", 3, "--max-num-batched-tokens 3 is below --max-batch-size"),
     ],
@@ -57,6 +57,14 @@ def test_the_block_size_is_a_unit_or_a_mix_of_sizes_over_the_smallest():
 def test_a_value_out_of_range_or_not_available_is_refused_by_name(setting, value, wanted):
     with pytest.raises(ConfigError, match=wanted.replace("(", r"\(")):
         load({setting: value}, environ={})
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "bfloat16", "auto"])
+def test_a_gpu_keeps_kv_in_the_weights_dtype_or_in_float8(name):
+    config = load({"gpus": "0", "kv_cache_dtype": name}, environ={}).engine
+    assert config.kv_is_float8 == name.startswith("fp8")
+    with pytest.raises(ConfigError, match="weights' dtype, float16, or in fp8"):
+        load({"gpus": "0", "dtype": "float16", "kv_cache_dtype": "bfloat16"}, environ={})
 
 
 def test_lists_are_given_by_comma():

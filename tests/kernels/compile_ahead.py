@@ -55,9 +55,7 @@ TYPES = {
     **dict.fromkeys(INDEX, "*i32"),
     **dict.fromkeys(LONG, "*i64"),
     "top_p": "*fp64",
-    **dict.fromkeys(
-        ("scale_log2", "eps", "norm_eps", "v_scale", "k_inverse", "v_inverse"), "fp32"
-    ),
+    **dict.fromkeys(("scale_log2", "eps", "norm_eps", "v_scale", "k_inverse", "v_inverse"), "fp32"),
 }
 FLOAT8_KV = {**TYPES, **dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv")}
 # Strides of a cache whose tokens lie one after the other; those of 1 are compiled in.

@@ -159,8 +159,7 @@ def calibrate(model: CausalLM, kernels: TritonKernels, token_ids: list[int]) -> 
 
 
 def _scale(cache: Tensor, layer: int, what: str) -> float:
-    low, high = (float(bound) for bound in torch.aminmax(cache))
-    peak = max(-low, high)
+    peak = max(abs(float(bound)) for bound in torch.aminmax(cache))
     if not (math.isfinite(peak) and peak > 0):
         raise ModelError(
             f"layer {layer}'s {what} reach {peak:g} on the calibration text: no KV scale follows "
