@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -66,4 +68,32 @@ def test_a_scale_that_cannot_be_is_refused_by_name(folder):
         read_kv_scales(folder, 2)
     add(folder, {"model.layers.1.self_attn.v_scale": torch.ones(4)})
     with pytest.raises(ModelError, match=r"v_scale has shape \[4\], expected one element"):
+        read_kv_scales(folder, 2)
+
+
+def set_scheme(folder, **scheme):
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", **scheme},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_scales_that_the_config_promises_must_be_there(folder):
+    set_scheme(folder, dynamic=True)
+    assert read_kv_scales(folder, 2) is None
+    set_scheme(folder, dynamic=False)
+    with pytest.raises(
+        ModelError, match=r"promises static scales, .*layers\.0\.self_attn\.k_scale"
+    ):
+        read_kv_scales(folder, 2)
+    add(folder, {name.format(layer): torch.ones(1) for name in SPELLINGS[0] for layer in range(2)})
+    assert read_kv_scales(folder, 2) == [KVScales(1.0, 1.0)] * 2
+
+
+@pytest.mark.parametrize("other", [{"type": "int"}, {"num_bits": 4}, {"strategy": "attn_head"}])
+def test_a_scheme_of_another_kind_is_refused(folder, other):
+    set_scheme(folder, **other)
+    with pytest.raises(ModelError, match="kv_cache_scheme .* is not supported"):
         read_kv_scales(folder, 2)

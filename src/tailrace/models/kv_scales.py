@@ -15,6 +15,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from tailrace.errors import ModelError
 from tailrace.kernels.kv_scales import KVScales
 from tailrace.models.checkpoint import Checkpoint
@@ -55,9 +57,52 @@ def find_kv_scales(checkpoint: Checkpoint, num_layers: int) -> list[KVScales] | 
     return [_layer(checkpoint, found[layer, "k"], found[layer, "v"]) for layer in range(num_layers)]
 
 
+class _Scheme(msgspec.Struct):
+    """compressed-tensors' `kv_cache_scheme`, as far as it matters here."""
+
+    num_bits: int = 8
+    type: str = "float"
+    strategy: str | None = "tensor"
+    symmetric: bool = True
+    dynamic: bool | str = False
+
+
+class _Quantization(msgspec.Struct):
+    kv_cache_scheme: _Scheme | None = None
+
+
+class _Config(msgspec.Struct):
+    quantization_config: _Quantization | None = None
+
+
 def read_kv_scales(folder: Path, num_layers: int) -> list[KVScales] | None:
-    """Return the scales of a checkpoint's folder; see `find_kv_scales`."""
-    return find_kv_scales(Checkpoint(folder), num_layers)
+    """Return the scales of a checkpoint's folder, or None where it neither has nor promises any.
+
+    Raises:
+        ModelError: As `find_kv_scales`; or config.json's `kv_cache_scheme` is of another kind, or
+            promises static scales that are not there.
+    """
+    file = folder / "config.json"
+    try:
+        config = msgspec.json.decode(file.read_bytes(), type=_Config)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ModelError(f"{file}: {error}") from error
+    scheme = config.quantization_config and config.quantization_config.kv_cache_scheme
+    if scheme and (scheme.type, scheme.num_bits, scheme.symmetric, scheme.strategy) != (
+        "float", 8, True, "tensor",
+    ):  # fmt: skip
+        raise ModelError(
+            f"{file}: kv_cache_scheme {scheme.type!r} in {scheme.num_bits} bits by "
+            f"{scheme.strategy!r} is not supported, only symmetric 'float' in 8 by 'tensor' is; "
+            "use --kv-cache-dtype auto"
+        )
+    found = find_kv_scales(Checkpoint(folder), num_layers)
+    if found is None and scheme and scheme.dynamic is False:
+        raise ModelError(
+            f"{file}: kv_cache_scheme promises static scales, and the checkpoint has none such as "
+            "model.layers.0.self_attn.k_scale; use --kv-cache-dtype auto"
+        )
+    return found
 
 
 def _places(names: Iterable[str]) -> dict[tuple[int, str], str]:
