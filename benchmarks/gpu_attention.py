@@ -1,13 +1,14 @@
 """The attention kernels alone on a GPU: KV layouts and tile shapes beside the ceilings.
 
-    python benchmarks/gpu_attention.py --out DIR
+    python benchmarks/gpu_attention.py --out DIR [--kv-cache-dtype fp8]
 
 First every combination is compared with attention in float64 on a small case with NaN in unused
 slots; one that differs is not timed. Then, for one layer of Qwen2.5-7B (28 query heads, 4 KV heads,
 128 dimensions, bfloat16): decode at batch 1, 50 and 128, and prefill of whole prompts and of a
 chunk over a prefix, over tokens per unit (8 to 64), head-major ([unit, head, token]) against
 token-major ([unit, token, head]) and the candidates of tile shape. Blocks are dealt at random, as
-after hours of service. Times are medians of CUDA events, caches flushed between.
+after hours of service. Times are medians of CUDA events, caches flushed between. With a cache in
+float8 (e4m3, scales unlike 1) only the layout that is served is timed, in units of 8 and 16.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from pathlib import Path
 
 import torch
 
+from tailrace.kernels.kv_scales import UNSCALED, KVScales, quantised
+from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.paged_attention.device_batch import cut_tiles
 from tailrace.kernels.paged_attention.triton_decode import DecodeScratch, DecodeShape, decode
 from tailrace.kernels.paged_attention.triton_prefill import Shape, prefill
@@ -67,6 +70,7 @@ class Case:
     chunks: list[tuple[int, int]]
     unit: int
     head_major: bool
+    float8: bool = False
 
     def __post_init__(self) -> None:
         kv_lens = [keys for _, keys in self.chunks]
@@ -84,6 +88,11 @@ class Case:
             shape, axes = (blocks, self.unit, KV_HEADS, DIM), (0, 2, 1, 3)
         self.keys = torch.randn(shape, dtype=torch.bfloat16, device="cuda").permute(axes)
         self.values = torch.randn(shape, dtype=torch.bfloat16, device="cuda").permute(axes)
+        self.scales = UNSCALED
+        if self.float8:
+            self.scales = KVScales(0.0123, 0.0321)
+            self.keys = quantised(self.keys, self.scales.k, FLOAT8)
+            self.values = quantised(self.values, self.scales.v, FLOAT8)
         rows = sum(rows for rows, _ in self.chunks)
         self.q = torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
         self.out = torch.empty_like(self.q)
@@ -95,6 +104,7 @@ class Case:
         decode(
             self.q, self.keys.transpose(2, 3), self.values, self.out, kv_lens=self.kv_lens,
             block_tables=self.tables, scale=SCALE, shape=shape, scratch=scratch,
+            kv_scales=self.scales,
         )  # fmt: skip
 
     def scratch(self, shape: DecodeShape) -> DecodeScratch:
@@ -105,7 +115,7 @@ class Case:
         prefill(
             self.q, self.keys.transpose(2, 3), self.values, self.out, tiles=tiles,
             query_starts=self.starts, kv_lens=self.kv_lens, block_tables=self.tables, scale=SCALE,
-            shape=shape,
+            shape=shape, kv_scales=self.scales,
         )  # fmt: skip
 
     def tiles(self, shape: Shape) -> torch.Tensor:
@@ -122,8 +132,11 @@ class Case:
             positions = torch.arange(keys, device="cuda")
             is_written[self.tables[row, positions // self.unit].long(), positions % self.unit] = 1
         hole = ~is_written[:, None, :, None]
-        self.keys.masked_fill_(hole, float("nan"))
-        self.values.masked_fill_(hole, float("nan"))
+        for cache in (self.keys, self.values):
+            if self.float8:
+                cache.view(torch.uint8).masked_fill_(hole, 0x7F)  # NaN
+            else:
+                cache.masked_fill_(hole, float("nan"))
         self.out.fill_(float("nan"))
 
     def error(self) -> float:
@@ -132,8 +145,11 @@ class Case:
         for row, (rows, keys) in enumerate(self.chunks):
             units = self.tables[row, : -(-keys // self.unit)].long()
             k, v = (
-                cache[units].transpose(1, 2).reshape(-1, KV_HEADS, DIM)[:keys].double()
-                for cache in (self.keys, self.values)
+                cache[units].transpose(1, 2).reshape(-1, KV_HEADS, DIM)[:keys].double() * scale
+                for cache, scale in (
+                    (self.keys.to(torch.float32), self.scales.k),
+                    (self.values.to(torch.float32), self.scales.v),
+                )
             )
             k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
             part = slice(int(self.starts[row]), int(self.starts[row + 1]))
@@ -165,18 +181,19 @@ def time_ms(work, repeats: int = 15) -> float:  # noqa: ANN001
     return sorted(times)[repeats // 2]
 
 
-def check(unit: int, head_major: bool) -> list[str]:
+def check(unit: int, head_major: bool, float8: bool) -> list[str]:
     """Return what differs from the truth."""
     wrong = []
     chunks = [(1, n) for n in (1, 7, 63, 64, 65, 511, 512, 513, 1030, 2047)]
     for shape in DECODES:
-        case = Case(chunks, unit, head_major)
+        case = Case(chunks, unit, head_major, float8)
         case.poison()
         case.decode(shape, case.scratch(shape))
         if not (error := case.error()) < 1e-2:
             wrong.append(f"decode {shape} unit {unit}: {error}")
     for shape in PREFILLS:
-        case = Case([(5, 5), (64, 64), (1, 300), (129, 400), (257, 257), (300, 1333)], unit, True)
+        odd = [(5, 5), (64, 64), (1, 300), (129, 400), (257, 257), (300, 1333)]
+        case = Case(odd, unit, head_major, float8)
         case.poison()
         case.prefill(shape, case.tiles(shape))
         if not (error := case.error()) < 1e-2:
@@ -184,11 +201,11 @@ def check(unit: int, head_major: bool) -> list[str]:
     return wrong
 
 
-def decode_rows(unit: int, head_major: bool) -> list[dict]:
+def decode_rows(unit: int, head_major: bool, float8: bool) -> list[dict]:
     rows = []
     for name, (batch, keys) in DECODE_CASES.items():
-        case = Case([(1, keys)] * batch, unit, head_major)
-        bytes_read = batch * keys * KV_HEADS * DIM * 2 * 2
+        case = Case([(1, keys)] * batch, unit, head_major, float8)
+        bytes_read = batch * keys * KV_HEADS * DIM * 2 * case.keys.itemsize
         for shape in DECODES:
             scratch = case.scratch(shape)
             ms = time_ms(
@@ -198,10 +215,10 @@ def decode_rows(unit: int, head_major: bool) -> list[dict]:
     return rows
 
 
-def prefill_rows(unit: int, head_major: bool) -> list[dict]:
+def prefill_rows(unit: int, head_major: bool, float8: bool) -> list[dict]:
     rows = []
     for name, chunks in PREFILL_CASES.items():
-        case = Case(chunks, unit, head_major)
+        case = Case(chunks, unit, head_major, float8)
         pairs = sum(r * k - r * (r - 1) / 2 for r, k in chunks)
         for shape in PREFILLS:
             tiles = case.tiles(shape)
@@ -248,20 +265,26 @@ def sdpa_rows() -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    wrong = [w for unit in UNITS for major in (True, False) for w in check(unit, major)]
+    float8 = arguments.kv_cache_dtype == "fp8"
+    layouts = list(itertools.product(UNITS, (True, False)))
+    if float8:
+        layouts = [(8, False), (16, False)]
+    wrong = [w for unit, major in layouts for w in check(unit, major, float8)]
     print(f"correctness: {len(wrong)} wrong", *wrong[:20], sep="\n", flush=True)
     if wrong:
         raise SystemExit(1)
     found: list[dict] = []
-    for unit, head_major in itertools.product(UNITS, (True, False)):
-        found += decode_rows(unit, head_major)
-        if head_major or unit == UNITS[1]:
-            found += prefill_rows(unit, head_major)
+    for unit, head_major in layouts:
+        found += decode_rows(unit, head_major, float8)
+        if float8 or head_major or unit == UNITS[1]:
+            found += prefill_rows(unit, head_major, float8)
     sdpa = sdpa_rows()
-    (arguments.out / "gpu_attention.json").write_text(json.dumps({"own": found, "sdpa": sdpa}))
-    print(torch.cuda.get_device_name(), torch.__version__)
+    name = "gpu_attention_fp8.json" if float8 else "gpu_attention.json"
+    (arguments.out / name).write_text(json.dumps({"own": found, "sdpa": sdpa}))
+    print(torch.cuda.get_device_name(), torch.__version__, f"KV {arguments.kv_cache_dtype}")
     for name in (*DECODE_CASES, *PREFILL_CASES):
         print_case(name, [r for r in found if r["case"] == name])
     for entry in sdpa:

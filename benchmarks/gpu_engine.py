@@ -1,11 +1,13 @@
 """The GPU engine alone: right first, then prefill and decode rates beside their floors.
 
     python benchmarks/gpu_engine.py --out DIR [--skip-check | --only-check] [--profile]
+        [--kv-cache-dtype fp8]
 
 Check: a tiny random checkpoint of each family, several prompts batched, chunked and out of CUDA
 graphs; every token chosen must be, by transformers in float32 on the same history, the best or
 within the noise that bfloat16 itself makes there (four times transformers' own largest bfloat16
-error). Only then Qwen2.5-7B's shape with dummy weights is timed. Floors: 13.05 GFLOP a token over
+error). With KV in float8 both of transformers' runs keep theirs rounded to the engine's own scales
+as well. Only then Qwen2.5-7B's shape with dummy weights is timed. Floors: 13.05 GFLOP a token over
 604 to 663 TFLOP/s, 14.1 GB of weights and 57,344 bytes of KV a token over 4.19 TB/s
 (docs/performance.md).
 """
@@ -21,11 +23,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tailrace.config import EngineConfig
     from tailrace.engine.engine import Engine
+    from tailrace.kernels.kv_scales import KVScales
 
 QWEN_7B = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -56,11 +59,12 @@ def main() -> None:
     parser.add_argument("--skip-check", action="store_true")
     parser.add_argument("--only-check", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     arguments = parser.parse_args()
     with ThreadPoolExecutor(1) as runner:
         if not arguments.skip_check:
             for family in ("llama", "qwen2", "qwen3"):
-                check_family(family, runner)
+                check_family(family, runner, arguments.kv_cache_dtype)
         if arguments.only_check:
             return
         with tempfile.TemporaryDirectory() as folder:
@@ -98,7 +102,28 @@ def generate(engine: Engine, prompts: list[list[int]], tokens: int) -> dict[str,
     return found
 
 
-def check_family(family: str, runner: ThreadPoolExecutor) -> None:
+def rounded_cache(scales: list[KVScales]) -> Any:
+    """Return a transformers cache that keeps what a float8 cache of these scales would."""
+    from transformers import DynamicCache
+
+    from tailrace.kernels.kv_scales import quantised
+    from tailrace.kernels.linear.float8 import FLOAT8
+
+    class Rounded(DynamicCache):
+        def update(self, key_states, value_states, layer_idx, *rest, **named):  # noqa: ANN001, ANN002, ANN003, ANN202
+            k, v = (
+                (quantised(x, scale, FLOAT8).float() * scale).to(x.dtype)
+                for x, scale in (
+                    (key_states, scales[layer_idx].k),
+                    (value_states, scales[layer_idx].v),
+                )
+            )
+            return super().update(k, v, layer_idx, *rest, **named)
+
+    return Rounded()
+
+
+def check_family(family: str, runner: ThreadPoolExecutor, kv_cache_dtype: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -110,14 +135,15 @@ def check_family(family: str, runner: ThreadPoolExecutor) -> None:
     folder = made if isinstance(made, Path) else folder
     config = EngineConfig(
         model_path=str(folder), gpus=(0,), max_batch_size=8, max_num_batched_tokens=96,
-        kv_cache_tokens=8192, warmup=True,
+        kv_cache_tokens=8192, warmup=True, kv_cache_dtype=kv_cache_dtype,
     )  # fmt: skip
-    engine, _ = make(config, folder, runner)
+    engine, kept = make(config, folder, runner)
     draw = random.Random(1)
     prompts = [
         [draw.randrange(256) for _ in range(n)] for n in (1, 5, 17, 64, 97, 130, 201, 300, 33, 80)
     ]
     found = generate(engine, prompts, 24)
+    scales = kept["loaded"].runner.kv_scales
     exact, rounded = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().eval()
         for dtype in (torch.float32, torch.bfloat16)
@@ -128,8 +154,12 @@ def check_family(family: str, runner: ThreadPoolExecutor) -> None:
             output = found[str(index)]
             history = torch.tensor([prompt + output], device="cuda")
             rows = slice(len(prompt) - 1, -1)
-            truth = exact(history).logits[0, rows].float()
-            other = rounded(history).logits[0, rows].float()
+            truth, other = (
+                model(history, past_key_values=rounded_cache(scales) if scales else None)
+                .logits[0, rows]
+                .float()
+                for model in (exact, rounded)
+            )
             noise = max(noise, float((other - truth).abs().max()))
             chosen = truth.gather(1, torch.tensor(output, device="cuda")[:, None])[:, 0]
             behind = truth.amax(-1) - chosen
@@ -154,6 +184,7 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
     config = EngineConfig(
         model_path=str(folder), load_format="dummy", gpus=(0,), max_batch_size=128,
         context_length=8192, max_num_batched_tokens=8192, prefix_cache=False,
+        kv_cache_dtype=arguments.kv_cache_dtype,
     )  # fmt: skip
     engine, kept = make(config, folder, runner)
     rows = []
@@ -171,7 +202,8 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
         )
     for batch, context in DECODES:
         engine = setup.make_engine(config, kept["loaded"], runner.submit)
-        step_ms, floor = decode_step(engine, batch, context)
+        kv_bytes = KV_BYTES // 2 if config.kv_is_float8 else KV_BYTES
+        step_ms, floor = decode_step(engine, batch, context, kv_bytes)
         rows.append({"batch": batch, "context": context, "ms": step_ms, "floor_ms": floor})
         print(
             f"decode, {batch:>3} x {context}: {step_ms:6.2f} ms a step, floor {floor:6.2f} ms, "
@@ -242,7 +274,7 @@ def begin(engine: Engine, batch: int, context: int, tokens: int) -> None:
         seen |= {output.request_id for output in engine.step()}
 
 
-def decode_step(engine: Engine, batch: int, context: int) -> tuple[float, float]:
+def decode_step(engine: Engine, batch: int, context: int, kv_bytes: int) -> tuple[float, float]:
     # With 8192-token steps the first sequences are far ahead when the last has its first token.
     begin(engine, batch, context, 400)
     times = []
@@ -253,7 +285,7 @@ def decode_step(engine: Engine, batch: int, context: int) -> tuple[float, float]
     keys = sum(s.num_computed for s in engine.scheduler.running)
     engine.abort([s.request_id for s in list(engine.scheduler.running)])
     drain(engine)
-    floor = 1e3 * (WEIGHT_BYTES + keys * KV_BYTES) / COPY
+    floor = 1e3 * (WEIGHT_BYTES + keys * kv_bytes) / COPY
     return 1e3 * statistics.median(times), floor
 
 

@@ -194,7 +194,7 @@ class CudaRunner:
         if (kv_scales is not None) != (kv_dtype == FLOAT8):
             raise EngineError("KV scales go with a float8 cache, and with no other")
         self.model = model
-        self._kv_scales = kv_scales
+        self.kv_scales = kv_scales
         self.sampler = sampler
         self.device = kernels.device
         self._capability = kernels.capability
@@ -455,7 +455,7 @@ class CudaRunner:
 
     def _hidden(self, arrays: dict[str, torch.Tensor], batch: DeviceBatch) -> torch.Tensor:
         ids = self._input_ids(arrays)
-        return self.model.forward(ids, batch, self.kv_caches, self._kv_scales)
+        return self.model.forward(ids, batch, self.kv_caches, self.kv_scales)
 
     def _input_ids(self, arrays: dict[str, torch.Tensor]) -> torch.Tensor:
         pending = arrays["pending"]
