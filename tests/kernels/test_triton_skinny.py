@@ -7,7 +7,7 @@ import torch
 
 from tailrace.kernels.linear.cublas import CublasLinear
 from tailrace.kernels.linear.triton_skinny import (
-    MOST_ROWS,
+    MOST_SPLIT_ROWS,
     SPLIT,
     WHOLE,
     SkinnyLinear,
@@ -66,7 +66,7 @@ def test_layers_with_few_tiles_split_their_inputs_and_fit_the_default_scratch():
     assert skinny_shape(3584) == SPLIT
     most = 127 * SPLIT.block_n
     assert skinny_shape(most) == SPLIT
-    assert room.parts.numel() >= SPLIT.splits * MOST_ROWS * most
+    assert room.parts.numel() >= SPLIT.splits * MOST_SPLIT_ROWS * most
     assert room.arrivals.numel() >= 127
 
 
@@ -75,7 +75,7 @@ def test_more_rows_go_to_the_wide_layer(on_triton):
     many = CublasLinear(torch.randn(24, 40), torch.randn(24), dtype, device)
     layer = SkinnyLinear(many, SkinnyScratch.allocate(device))
     assert layer.nbytes == many.nbytes
-    for rows in (1, MOST_ROWS, MOST_ROWS + 1):
+    for rows in (1, MOST_SPLIT_ROWS, MOST_SPLIT_ROWS + 1):
         x = on_triton.half(torch.randn(rows, 40))
         assert_close("y", layer(x).cpu(), many(x).double().cpu(), **on_triton.tolerance)
     assert layer(x[:0]).shape == (0, 24)

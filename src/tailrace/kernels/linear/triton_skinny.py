@@ -1,6 +1,6 @@
 """A linear layer of few rows in Triton: the weight is streamed once, and that is all that counts.
 
-With up to `MOST_ROWS` rows a product is bound by the weight's bytes. The matrix is the left operand
+With few rows a product is bound by the weight's bytes. The matrix is the left operand
 of `tl.dot`, so that its outputs fill the tensor core's wide side and the few rows the narrow one:
 
     acc [BLOCK_N outputs, BLOCK_M rows] += w [BLOCK_N, BLOCK_K] @ x.T [BLOCK_K, BLOCK_M]
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
     from tailrace.kernels.linear.cublas import CublasLinear
 
-MOST_ROWS = 32
-"""Beyond them cuBLAS is as fast or faster: benchmarks/gpu_skinny.py."""
+MOST_ROWS, MOST_SPLIT_ROWS = 32, 16
+"""Beyond them cuBLAS is as fast or faster, sooner where inputs are split: see
+benchmarks/gpu_skinny.py."""
 
 _MOST_TILES = 128
 """A layer of fewer tiles leaves multiprocessors idle, so its inputs are split."""
@@ -128,7 +129,7 @@ class SkinnyScratch:
         cls, device: torch.device | str, values: int = 0, tiles: int = _MOST_TILES
     ) -> SkinnyScratch:
         """Make scratch for so many values and tiles; by default what `skinny_shape` needs."""
-        values = values or SPLIT.splits * MOST_ROWS * _MOST_TILES * SPLIT.block_n
+        values = values or SPLIT.splits * MOST_SPLIT_ROWS * _MOST_TILES * SPLIT.block_n
         return cls(
             torch.empty(values, dtype=torch.float32, device=device),
             torch.zeros(tiles, dtype=torch.int32, device=device),
@@ -137,7 +138,7 @@ class SkinnyScratch:
 
 def padded_rows(rows: int) -> int:
     """Return the rows of the tile that serves `rows`: a power of two, 16 at least."""
-    return max(16, triton.next_power_of_2(rows))
+    return max(16, 1 << (rows - 1).bit_length())
 
 
 def skinny_linear(
@@ -151,7 +152,7 @@ def skinny_linear(
     """Return x @ weight.T + bias [T, O] in x's dtype; sums are float32.
 
     Args:
-        x_TI: Contiguous; at most `MOST_ROWS` rows.
+        x_TI: Contiguous; more rows than `MOST_ROWS` are right too, but slow.
         weight_OI: As x, contiguous.
         bias_O: Or none.
         shape: Tile sizes and splits.
@@ -196,11 +197,12 @@ class SkinnyLinear:
         self._many = many
         self._scratch = scratch
         self._shape = skinny_shape(many.weight_OI.shape[0])
+        self._most_rows = MOST_ROWS if self._shape == WHOLE else MOST_SPLIT_ROWS
 
     @property
     def name(self) -> str:
         """How it computes."""
-        return f"{self._many.name}, Triton up to {MOST_ROWS} rows"
+        return f"{self._many.name}, Triton up to {self._most_rows} rows"
 
     @property
     def nbytes(self) -> int:
@@ -210,7 +212,7 @@ class SkinnyLinear:
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Return [T, O] in the weight's dtype."""
         many = self._many
-        if not 0 < x_TI.shape[0] <= MOST_ROWS:
+        if not 0 < x_TI.shape[0] <= self._most_rows:
             return many(x_TI)
         return skinny_linear(
             x_TI, many.weight_OI, many.bias_O, shape=self._shape, scratch=self._scratch
