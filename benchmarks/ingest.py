@@ -71,6 +71,9 @@ class MockEngine:
     def reserve(self, request_id: str, num_tokens: int, lifetime_s: float) -> None:
         pass
 
+    def grow(self, request_id: str, start: int, token_ids: list[int], lifetime_s: float) -> None:
+        pass
+
     def abort(self, request_ids: Iterable[str]) -> None:
         pass
 

@@ -169,6 +169,15 @@ class ServerConfig:
         256, "Of /generate and /v1/completions bodies without max_tokens; chat takes the context."
     )
     body_timeout_s: float = setting(30.0, "A body not complete by then is answered 408.")
+    early_prefill: bool = setting(
+        True,
+        "Compute prompts while their bodies still arrive, with what complete requests leave over.",
+    )
+    parse_special: bool = setting(
+        True,
+        "Control tokens spelled in a raw prompt count as such, as in the peers (chat messages "
+        "never yield any); a body's parse_special: false turns it off for one request.",
+    )
     header_timeout_s: float = setting(
         10.0, "Request headers not complete by then close the connection."
     )

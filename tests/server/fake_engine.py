@@ -79,6 +79,10 @@ class FakeEngine:
         self.restarts_total = 0
         self.kv_fault = ""
         self.reserved: dict[str, int] = {}
+        self.grown: dict[str, list[int]] = {}
+        """Ids of prompts that are still arriving."""
+        self.taken_over: dict[str, list[int]] = {}
+        """The same, of those that have come whole."""
         self.pids: dict[str, int] = {}
         self.requests: list[EngineRequest] = []
         """All that were submitted, in order."""
@@ -112,6 +116,8 @@ class FakeEngine:
             raise RequestError(f"the engine is {self.state.value}", status=503, retry_after_s=2.0)
         self.requests.append(request)
         self.reserved.pop(request.request_id, None)
+        if request.request_id in self.grown:
+            self.taken_over[request.request_id] = self.grown.pop(request.request_id)
         queue = OutputQueue()
         self._queues[request.request_id] = queue
         task = asyncio.get_running_loop().create_task(self._play(request))
@@ -121,6 +127,12 @@ class FakeEngine:
     def reserve(self, request_id, num_tokens, lifetime_s) -> None:
         del lifetime_s
         self.reserved[request_id] = num_tokens
+
+    def grow(self, request_id, start, token_ids, lifetime_s) -> None:
+        del lifetime_s
+        known = self.grown.setdefault(request_id, [])
+        assert start == len(known), "pieces of a prompt follow on one another"
+        known.extend(token_ids)
 
     async def inspect_kv(self) -> KvReport:
         return KvReport(
@@ -135,6 +147,7 @@ class FakeEngine:
     def abort(self, request_ids) -> None:
         for request_id in request_ids:
             self.reserved.pop(request_id, None)
+            self.grown.pop(request_id, None)
             if self._queues.pop(request_id, None) is not None:
                 self.aborted.append(request_id)
                 self._tasks.pop(request_id).cancel()

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
+from tailrace.config import Config, ServerConfig
 from tailrace.errors import RequestError
 from tailrace.server import early_encoding
 from tailrace.server.early_encoding import EarlyEncoding, early_chat, early_prompt
@@ -331,6 +332,167 @@ def test_kv_is_leased_once_and_given_back_where_the_body_comes_to_nothing(text, 
     assert len(wishes) == 2
     assert services.engine.reserved == {}
     assert len(services.engine.requests) == 1
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """A few tokens are worth a lease."""
+    monkeypatch.setattr(early_encoding, "LEASE_TOKENS", 5)
+
+
+def offered(text, path, body, config=None):
+    """Return what the engine was offered early, and the ids that it got in the end."""
+    services = make_services(None, text=text, config=config)
+    pieces, grow = [], services.engine.grow
+
+    def noted(request_id, start, token_ids, lifetime_s):
+        pieces.extend(token_ids)
+        grow(request_id, start, token_ids, lifetime_s)
+
+    services.engine.grow = noted
+
+    async def main():
+        try:
+            await ROUTES["POST", path](services, InParts(in_bytes(body)))
+        except RequestError:
+            return None
+        return services.engine.requests[0].token_ids
+
+    ids = asyncio.run(main())
+    assert services.engine.grown == services.engine.reserved == {}
+    return pieces, ids
+
+
+def test_the_engine_is_offered_the_ids_as_they_come(text, soon):
+    body = as_body([("prompt", LONG), ("max_tokens", 2)])
+    for path in ("/v1/completions", "/generate"):
+        pieces, ids = offered(text, path, body)
+        assert len(pieces) > 0.9 * len(ids)
+        assert pieces == ids[: len(pieces)]  # the BOS is its first
+
+
+def test_a_chat_is_offered_after_messages_that_stay_as_they_are(text, soon):
+    messages = [
+        {"role": "system", "content": LONG[:80]},
+        {"role": "user", "content": LONG[:90]},
+        {"role": "assistant", "content": f"{LONG[:80]}</think>{LONG[:70]}"},
+        {"role": "user", "content": LONG},
+    ]
+    is_odd = "messages\n" in text.chat_template.render(messages)
+    pieces, ids = offered(text, "/v1/chat/completions", as_body([("messages", messages)]))
+    assert pieces == ([] if is_odd else ids[: len(pieces)])
+    assert is_odd or len(pieces) > 0.9 * len(ids)
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/completions", ("add_special_tokens", False)),
+        ("/v1/completions", ("cache_salt", "pepper")),
+        ("/v1/completions", ("echo", True)),
+        ("/v1/completions", ("prompt_logprobs", 0)),
+        ("/v1/completions", ("truncate_prompt_tokens", 3)),
+        ("/v1/completions", ("model", "another")),
+        ("/v1/completions", ("prompt", "Hi")),
+        ("/v1/chat/completions", ("tools", [])),
+        ("/v1/chat/completions", ("messages", [])),
+        ("/generate", ("input_ids", [1])),
+    ],
+    ids=str,
+)
+def test_what_came_before_a_prompt_and_bars_it_keeps_it_from_the_engine(text, soon, path, field):
+    prompt = (
+        ("messages", [{"role": "user", "content": LONG}]) if "chat" in path else ("prompt", LONG)
+    )
+    pieces, _ = offered(text, path, as_body([field, prompt]))
+    assert pieces == []
+
+
+def test_the_model_that_is_served_and_fields_that_change_nothing_bar_nothing(text, soon):
+    fields = [("model", "tiny"), ("temperature", 0), ("stream", True), ("max_tokens", 2)]
+    pieces, ids = offered(text, "/v1/completions", as_body([*fields, ("prompt", LONG)]))
+    assert pieces == ids[: len(pieces)] != []
+
+
+def test_early_prefill_and_control_tokens_can_be_switched_off(text, soon):
+    spelled = LONG[:40] + "<|im_end|>" + LONG
+    body = as_body([("prompt", spelled)])
+    pieces, whole = offered(
+        text, "/generate", body, Config(server=ServerConfig(early_prefill=False))
+    )
+    assert pieces == []
+    end = text.tokenizer.encode("<|im_end|>", add_special_tokens=False)
+    assert len(end) == 1
+    assert end[0] in whole
+    strict = Config(server=ServerConfig(parse_special=False))
+    for some, config in (
+        (body, strict),
+        (as_body([("prompt", spelled), ("parse_special", False)]), None),
+        (as_body([("parse_special", True), ("prompt", spelled)]), strict),
+    ):
+        _, ids = offered(text, "/generate", some, config)
+        assert end[0] not in ids
+        expected = text.tokenizer.encode(spelled, add_special_tokens=True, parse_special=False)
+        assert ids == expected
+
+
+@pytest.mark.parametrize("second", [b"[1, 2]", b"null", b'"Hi"', b"7", b"{}"])
+@pytest.mark.parametrize("kind", ["prompt", "chat"])
+def test_a_second_prompt_of_any_type_ends_early_work_at_once(text, soon, kind, second):
+    services = make_services(None, text=text)
+    name = "prompt" if kind == "prompt" else "messages"
+    value = LONG if kind == "prompt" else [{"role": "user", "content": LONG}]
+    make = {"prompt": lambda: early_prompt(services, "x", "prompt")}.get(
+        kind, lambda: early_chat(services, "x")
+    )
+    start = as_body([(name, value)])[:-1]
+
+    async def main():
+        with make() as early:
+            early.see(bytearray(start))
+            await early._task
+            assert services.engine.reserved
+            early.see(bytearray(start + b', "' + name.encode() + b'": ' + second + b', "x": 1'))
+            assert services.engine.reserved == services.engine.grown == {}
+            assert not early._is_on
+            assert early._source._fed == []
+
+    asyncio.run(main())
+
+
+def test_early_work_stops_at_the_contexts_tokens(text, monkeypatch):
+    fed = 0
+    feed = IncrementalEncoder.feed
+
+    def counted(self, part):
+        nonlocal fed
+        fed += len(part)
+        return feed(self, part)
+
+    monkeypatch.setattr(IncrementalEncoder, "feed", counted)
+    monkeypatch.setattr(early_encoding, "MAX_CHARS", 512)
+    prompt = "word " * 4000
+    for path, fields in (
+        ("/v1/completions", [("prompt", prompt)]),
+        ("/v1/chat/completions", [("messages", [{"role": "user", "content": prompt}])]),
+    ):
+        fed = 0
+        services = make_services(None, text=text)
+
+        body = as_body(fields)
+
+        async def main(path=path, body=body, services=services):
+            early = early_chat if "chat" in path else early_prompt
+            names = () if "chat" in path else ("prompt",)
+            with early(services, "x", *names) as looking:
+                looking.see(bytearray(body[:-3]))
+                await looking._task
+                assert not looking._is_on
+
+        asyncio.run(main())
+        # 512 tokens, of two or more characters here, and a piece more.
+        assert len(text.tokenizer.encode(prompt[:fed], add_special_tokens=False)) < 512 + 512
+        assert fed < len(prompt) / 2
 
 
 def test_nothing_is_begun_for_a_body_that_comes_whole(text, taken):

@@ -27,7 +27,7 @@ class Spy:
     def __init__(self):
         self.threads = []
 
-    def encode(self, text, *, add_special_tokens):
+    def encode(self, text, *, add_special_tokens, parse_special):
         self.threads.append(threading.current_thread())
         return list(text.encode())
 

@@ -30,6 +30,7 @@ from tailrace.types import (
     EngineOutputs,
     EngineReady,
     FrontendMessage,
+    GrowPrompt,
     InspectKv,
     KvReport,
     ModelResolved,
@@ -99,7 +100,7 @@ class Bridge:
         self._socket: zmq.asyncio.Socket | None = None
         self._process: EngineProcess | None = None
         self._reserved: set[str] = set()
-        """Requests that have a lease and have not come yet."""
+        """Requests that have a lease, or early work, and have not come yet."""
         self._kv_asked: list[asyncio.Future[KvReport]] = []
         self._last_heard_s = 0.0
         self._cause = ""  # of the latest incarnation's end
@@ -165,6 +166,16 @@ class Bridge:
         if self._state is EngineState.READY:
             self._reserved.add(request_id)
             self._send(ReserveKv(request_id, num_tokens, lifetime_s))
+
+    def grow(self, request_id: str, start: int, token_ids: list[int], lifetime_s: float) -> None:
+        """Offer a piece of a prompt whose body is still arriving; see `EngineClient`.
+
+        Does nothing while the engine is not ready. A restarted one ignores what follows on pieces
+        that it never got.
+        """
+        if self._state is EngineState.READY:
+            self._reserved.add(request_id)
+            self._send(GrowPrompt(request_id, start, token_ids, lifetime_s))
 
     async def inspect_kv(self) -> KvReport:
         """Have the KV pool checked and described.

@@ -12,8 +12,12 @@ For a chat the early text is what the template writes up to the end of the newes
 found by rendering the messages so far (`ChatTemplate.beginning`). That is repeated only where half
 as much text again has come, so that the work stays linear.
 
-KV is leased for the first tokens. The request's first sequence takes the lease over; a body that
-ends otherwise, or not in time, gives it back.
+KV is leased for the first tokens, and where the prompt's beginning is certain the engine is offered
+the ids as they come, to compute them early (engine/early_prompts.py). The request's first sequence
+takes that over, if its ids begin so; a body that ends otherwise, or not in time, gives it back.
+"Certain" means: of what has come, nothing says otherwise, and for a chat, the template is steady
+after such a message (text/steady_template.py). What comes later and says otherwise costs only the
+work done: the engine compares the whole request with it.
 """
 
 from __future__ import annotations
@@ -24,14 +28,17 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from tailrace.errors import RequestError
-from tailrace.server.admission import check_open
+from tailrace.server.admission import check_model, check_open
 from tailrace.server.generation import sequence_id
 from tailrace.server.growing_json import GrowingJson
 from tailrace.server.prompts import INLINE_CHARS, off_loop_if
 from tailrace.text.incremental import Span, joined
+from tailrace.text.steady_template import steady_roles
 from tailrace.text.tokenizer import MAX_TEXT_CHARS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tailrace.server.growing_json import Piece, Place
     from tailrace.server.services import Services
     from tailrace.text.chat import ChatTemplate
@@ -51,6 +58,15 @@ LEASE_TOKENS = 512
 """Encoded early, for which KV is leased: less is found whenever it is needed."""
 
 
+_BARS_PREFILL = frozenset(
+    {"add_special_tokens", "cache_salt", "echo", "prompt_logprobs", "truncate_prompt_tokens"}
+)
+"""Fields that may change the prompt's ids, or who may share its KV: where one has come already, the
+engine is not offered what it would have to drop."""
+_MODEL = ("model",)
+_MAX_MODEL_CHARS = 1024
+
+
 class EarlyEncoding(Generic[_T]):
     """The early encoding of one body; at the end of the `with` block no work is left.
 
@@ -65,8 +81,11 @@ class EarlyEncoding(Generic[_T]):
         """The request's, if it comes to that: its first sequence takes the lease over."""
         self._services = services
         self._source = source
-        self._has_lease = False
-        self._json = GrowingJson(source.wants)
+        self._is_leased = False
+        self._offered = 0
+        """Ids that the engine was offered."""
+        self._json = GrowingJson(lambda place: place == _MODEL or source.wants(place))
+        self._model = ""
         self._seen_bytes = 0
         self._task: asyncio.Task[None] | None = None
         self._is_on = source.is_possible and _has_room(services)
@@ -75,12 +94,9 @@ class EarlyEncoding(Generic[_T]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._is_on = False
         if self._task is not None:
             self._task.cancel()
-        self._source.forget()
-        if self._has_lease:
-            self._services.engine.abort([sequence_id(self.job_id, 0)])
+        self._give_up()
 
     def see(self, body: bytearray) -> None:
         """Look at a body of which more is to come; returns at once."""
@@ -88,9 +104,11 @@ class EarlyEncoding(Generic[_T]):
             return
         pieces = self._json.feed(bytes(memoryview(body)[self._seen_bytes :]))
         self._seen_bytes = len(body)
-        is_hopeless = not self._source.hopeless_with.isdisjoint(self._json.keys)
-        self._is_on = not is_hopeless and all(self._source.note(piece) for piece in pieces)
-        if self._is_on and self._task is None and self._source.is_worth_it():
+        if not all(map(self._note, pieces)) or self._is_contradicted():
+            self._give_up()
+        elif not self._source.hopeless_with.isdisjoint(self._json.keys):
+            self._is_on = False
+        elif self._task is None and self._source.is_worth_it():
             self._task = asyncio.get_running_loop().create_task(self._work())
 
     async def take(self, whole: _T) -> list[int] | None:
@@ -105,25 +123,57 @@ class EarlyEncoding(Generic[_T]):
         self._source.forget()  # an answer may take minutes
         return ids
 
+    def _note(self, piece: Piece) -> bool:
+        if piece.place != _MODEL:
+            return self._source.note(piece)
+        self._model += piece.text
+        text = self._services.text
+        if len(self._model) > _MAX_MODEL_CHARS or text is None:
+            return False
+        try:
+            check_model(self._model if piece.is_last else None, text)
+        except RequestError:
+            return False
+        return True
+
+    def _is_contradicted(self) -> bool:
+        """Whether a second prompt has come, of whatever type: it counts, or the request is none."""
+        rivals, json = self._source.rivals, self._json
+        return len(rivals & json.keys) > 1 or not rivals.isdisjoint(json.repeated)
+
     async def _work(self) -> None:
         while self._is_on and self._source.is_worth_it():
             try:
                 goes_on = await self._source.step()
             except RequestError:  # the whole body will say so, and what was done is half done
-                self._source.forget()
                 goes_on = False
-            self._is_on = self._is_on and goes_on
-            self._lease()
+            if not goes_on:
+                self._give_up()
+            self._tell_engine()
         self._task = None
 
-    def _lease(self) -> None:
-        """Have the engine keep KV for what was encoded, once it is worth it."""
-        if self._is_on and not self._has_lease and self._source.tokens >= LEASE_TOKENS:
-            self._has_lease = True
-            lifetime_s = self._services.config.server.body_timeout_s
-            self._services.engine.reserve(
-                sequence_id(self.job_id, 0), self._source.tokens, lifetime_s
-            )
+    def _tell_engine(self) -> None:
+        """Have the engine keep KV for what was encoded, and fill it, once that is worth it."""
+        source, engine = self._source, self._services.engine
+        if not self._is_on or source.tokens < LEASE_TOKENS:
+            return
+        name, server = sequence_id(self.job_id, 0), self._services.config.server
+        if not self._is_leased:
+            self._is_leased = True
+            engine.reserve(name, source.tokens, server.body_timeout_s)
+        may_compute = server.early_prefill and _BARS_PREFILL.isdisjoint(self._json.keys)
+        ids = source.certain_ids(self._offered) if may_compute else []
+        if ids:
+            engine.grow(name, self._offered, ids, server.body_timeout_s)
+            self._offered += len(ids)
+
+    def _give_up(self) -> None:
+        """Begin nothing more, and let go of texts, ids, and what the engine holds."""
+        self._is_on = False
+        self._source.forget()
+        if self._is_leased:
+            self._is_leased = False
+            self._services.engine.abort([sequence_id(self.job_id, 0)])
 
 
 class _Source(ABC, Generic[_T]):
@@ -138,6 +188,13 @@ class _Source(ABC, Generic[_T]):
 
     One that comes later costs no more than the work done so far.
     """
+
+    rivals: frozenset[str] = frozenset()
+    """Fields of which one, once, makes a request: a second one ends what was begun."""
+
+    @abstractmethod
+    def certain_ids(self, start: int) -> list[int]:
+        """Return the prompt's ids from `start` on, as far as nothing is likely to change them."""
 
     @abstractmethod
     def wants(self, place: Place) -> bool:
@@ -178,15 +235,24 @@ class EarlyPrompt(_Source[str]):
 
     def __init__(self, services: Services, names: frozenset[str]) -> None:
         self._names = names
+        self.rivals = names | {"input_ids"}
         self._tokenizer = services.text.tokenizer if services.text else None
         self._encoder = self._tokenizer.incremental() if self._tokenizer else None
-        self._room = _context_length(services)
+        self._context_length = _context_length(services)
+        self._fewest = 0
         self._has_begun = False
         self._waiting: list[str] = []
         self._waiting_chars = 0
         self._fed: list[str] = []
         self._ids: list[int] = []
-        self.is_possible = self._encoder is not None
+        self.is_possible = self._encoder is not None and services.config.server.parse_special
+
+    def certain_ids(self, start: int) -> list[int]:
+        """See `_Source`."""
+        if self._tokenizer is None:
+            return []
+        leading = self._tokenizer.leading_ids
+        return [*leading[start:], *self._ids[max(0, start - len(leading)) :]]
 
     def wants(self, place: Place) -> bool:
         """See `_Source`."""
@@ -216,8 +282,9 @@ class EarlyPrompt(_Source[str]):
         self._ids += await asyncio.to_thread(encoder.feed, text)
         self.tokens = len(self._ids)
         self._fed.append(text)
-        self._room -= tokenizer.fewest_tokens(text)
-        return self._room > 0
+        # What is held back has tokens too: without cuts there is nothing else to count.
+        self._fewest += tokenizer.fewest_tokens(text)
+        return max(self.tokens, self._fewest) < self._context_length
 
     async def take(self, whole: str) -> list[int] | None:
         """See `_Source`; the ids lack what goes around a text."""
@@ -245,6 +312,7 @@ class EarlyChat(_Source[list[Span]]):
     """
 
     hopeless_with = frozenset({"tools", "chat_template_kwargs"})
+    rivals = frozenset({"messages"})
 
     def __init__(self, services: Services) -> None:
         text = services.text
@@ -253,7 +321,8 @@ class EarlyChat(_Source[list[Span]]):
         self._encoder: IncrementalSpans | None = (
             text.tokenizer.incremental_spans() if text else None
         )
-        self._room = _context_length(services)
+        self._context_length = _context_length(services)
+        self._fewest = 0
         self._messages: list[dict[str, list[str]]] = []
         self._chars = 0
         self._waiting_chars = 0
@@ -263,6 +332,8 @@ class EarlyChat(_Source[list[Span]]):
         self._fed_index = -1
         self._tail: list[str] = []
         self._ids: list[int] = []
+        self._is_steady = False
+        self._certain = 0
         self.is_possible = (
             self._encoder is not None and text is not None and text.chat_template.exists
         )
@@ -270,6 +341,10 @@ class EarlyChat(_Source[list[Span]]):
     def wants(self, place: Place) -> bool:
         """See `_Source`."""
         return len(place) == 3 and place[0] == "messages" and place[2] in ("role", "content")
+
+    def certain_ids(self, start: int) -> list[int]:
+        """See `_Source`."""
+        return self._ids[start : self._certain]
 
     def note(self, piece: Piece) -> bool:
         """See `_Source`."""
@@ -331,6 +406,7 @@ class EarlyChat(_Source[list[Span]]):
             return False
         spans = await asyncio.to_thread(template.beginning, messages)
         rest = None if spans is None else _rest_of(spans, joined(self._fed))
+        self._is_steady = messages[-1]["role"] in await asyncio.to_thread(steady_roles, template)
         return rest is not None and await self._encode(rest)
 
     async def _go_on(self) -> bool:
@@ -345,16 +421,36 @@ class EarlyChat(_Source[list[Span]]):
         return await self._encode([Span(core, is_trusted=False)])
 
     async def _encode(self, spans: list[Span]) -> bool:
-        encoder, tokenizer = self._encoder, self._tokenizer
-        if encoder is None or tokenizer is None:
-            return False
-        self._room -= sum(tokenizer.fewest_tokens(span.text) for span in spans)
-        if self._room <= 0:
-            return False
-        self._ids += await asyncio.to_thread(_feed, encoder, spans)
-        self.tokens = len(self._ids)
-        self._fed += spans
-        return True
+        for part in _parts(spans):
+            encoder, tokenizer = self._encoder, self._tokenizer
+            if encoder is None or tokenizer is None:  # forgotten meanwhile
+                return False
+            self._fewest += sum(tokenizer.fewest_tokens(span.text) for span in part)
+            if max(self.tokens, self._fewest) >= self._context_length:
+                return False
+            self._ids += await asyncio.to_thread(_feed, encoder, part)
+            self.tokens = len(self._ids)
+            self._fed += part
+        if self._is_steady:
+            self._certain = self.tokens
+        return self.tokens < self._context_length
+
+
+def _parts(spans: list[Span]) -> Iterator[list[Span]]:
+    """Yield spans in parts of about `MAX_CHARS`; only texts that are not trusted may be cut."""
+    part: list[Span] = []
+    size = 0
+    for span in spans:
+        step = MAX_CHARS if not span.is_trusted else max(len(span.text), 1)
+        for start in range(0, len(span.text), step):
+            text = span.text[start : start + step]
+            part.append(Span(text, span.is_trusted))
+            size += len(text)
+            if size >= MAX_CHARS:
+                yield part
+                part, size = [], 0
+    if part:
+        yield part
 
 
 def _feed(encoder: IncrementalSpans, spans: list[Span]) -> list[int]:

@@ -109,6 +109,17 @@ class EngineClient(Protocol):
         """
         ...
 
+    def grow(self, request_id: str, start: int, token_ids: list[int], lifetime_s: float) -> None:
+        """Offer a piece of a prompt whose body is still arriving, to be computed early.
+
+        Args:
+            request_id: The request that will be submitted; `abort` ends the work.
+            start: Where the piece stands in the prompt; pieces follow on one another.
+            token_ids: Certain if the body goes on as it began.
+            lifetime_s: Given up by itself so long after the first piece.
+        """
+        ...
+
     async def inspect_kv(self) -> KvReport:
         """Have the KV pool checked and described.
 

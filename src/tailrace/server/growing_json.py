@@ -82,6 +82,8 @@ class GrowingJson:
         """It gave up, or the text has ended."""
         self.keys: set[str] = set()
         """Of the outermost object, so far."""
+        self.repeated: set[str] = set()
+        """Those of them that came more than once."""
 
     def feed(self, data: bytes) -> list[Piece]:
         """Take more bytes; return what they add to wanted strings."""
@@ -168,7 +170,7 @@ class GrowingJson:
             return None
         self._open[-1].step = key = _unescaped(data[at:end])
         if len(self._open) == 1:
-            self.keys.add(key)
+            (self.repeated if key in self.keys else self.keys).add(key)
         self._open[-1].awaits_key = False
         self._read = self._read_structure
         return end + 1

@@ -89,12 +89,14 @@ async def encode_prompts(
     *,
     add_special_tokens: bool,
     keep_last: int | None,
+    parse_special: bool = True,
     param: str = "prompt",
     early: EarlyEncoding[str] | None = None,
 ) -> list[Prompt]:
     """Return the prompts' ids.
 
-    A text counts as written by whoever renders templates, so control tokens spelled in it count.
+    A text counts as written by whoever renders templates, so control tokens spelled in it count,
+    unless `parse_special` says otherwise.
 
     Args:
         sent: As `split_prompts` returned them.
@@ -102,6 +104,7 @@ async def encode_prompts(
         limits: Of the model.
         add_special_tokens: Whether texts get what the model wants around them, such as a BOS.
         keep_last: How many of each prompt's last tokens to keep; None keeps all.
+        parse_special: Whether control tokens spelled in texts count as such.
         param: The body's field, for messages.
         early: What was encoded while the body came.
 
@@ -112,7 +115,9 @@ async def encode_prompts(
 
     def encode() -> list[list[int]]:
         return [
-            tokenizer.encode(part, add_special_tokens=add_special_tokens)
+            tokenizer.encode(
+                part, add_special_tokens=add_special_tokens, parse_special=parse_special
+            )
             if isinstance(part, str)
             else part
             for part in sent
@@ -123,7 +128,7 @@ async def encode_prompts(
         for text in texts:
             check_length(tokenizer.fewest_tokens(text), limits, param)
     encoded: list[list[int]] | None = None
-    if early is not None and len(sent) == len(texts) == 1:
+    if early is not None and parse_special and len(sent) == len(texts) == 1:
         ids = await early.take(texts[0])
         if ids is not None:
             encoded = [tokenizer.framed(ids, add_special_tokens=add_special_tokens)]

@@ -70,6 +70,7 @@ class CompletionBody(OpenAIFields, kw_only=True):
     """POST /v1/completions."""
 
     prompt: PromptInput | None = None
+    parse_special: bool | None = None
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
@@ -116,6 +117,7 @@ class GenerateBody(SamplingFields, kw_only=True):
     """POST /generate: `prompt` with fields beside it, or SGLang's `text` and `sampling_params`."""
 
     prompt: str | list[int] | None = None
+    parse_special: bool | None = None
     text: str | None = None
     input_ids: list[int] | None = None
     sampling_params: SglangSampling | None = None

@@ -112,6 +112,7 @@ async def _completion_job(
         limits,
         add_special_tokens=body.add_special_tokens is not False,
         keep_last=body.truncate_prompt_tokens,
+        parse_special=limits.server.parse_special and body.parse_special is not False,
         early=early,
     )
     job = Job(

@@ -193,6 +193,14 @@ def _engine_counters(stats: EngineStats) -> Iterator[Metric]:
         "prefix_cache_queries", "Prompt tokens looked up", stats.prefix_query_tokens_total
     )
     yield _counter("prefix_cache_hits", "Prompt tokens found cached", stats.cached_tokens_total)
+    early = CounterMetricFamily(
+        f"{PREFIX}early_prompt_tokens",
+        "Prompt tokens computed while their bodies arrived: used, or dropped in the end",
+        labels=["outcome"],
+    )
+    early.add_metric(["used"], stats.early_used_tokens_total)
+    early.add_metric(["dropped"], stats.early_dropped_tokens_total)
+    yield early
     yield _counter("num_preemptions", "Sequences sent back to wait", stats.preemptions_total)
     yield from _block_counters(stats)
     yield _counter("engine_steps", "Steps run", stats.steps_total)

@@ -173,6 +173,11 @@ class Tokenizer:
         before, after = self._frame
         return [*before, *ids, *after]
 
+    @property
+    def leading_ids(self) -> list[int]:
+        """What `framed` puts before a text, such as a BOS."""
+        return list(self._frame[0]) if self._frame is not None else []
+
     def fewest_tokens(self, text: str) -> int:
         """Return how many tokens a text has at least, without encoding it; 0: no bound is known."""
         return 0 if self._token_length is None else self._token_length.fewest_tokens(text)
