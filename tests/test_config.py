@@ -98,3 +98,22 @@ def test_the_cache_folder_follows_its_variable(monkeypatch):
     monkeypatch.delenv("TAILRACE_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     assert cache_dir() == Path("/xdg/tailrace")
+
+
+def test_the_time_target_is_the_devices_unless_it_was_set():
+    assert EngineConfig().itl_target_s == 0.0
+    assert EngineConfig(gpus=(0,)).itl_target_s == 0.03
+    assert EngineConfig(gpus=(0,), warmup=False).itl_target_s == 0.0
+    assert EngineConfig(gpus=(0,), itl_target_ms=0).itl_target_s == 0.0
+    assert load({}, environ={"TAILRACE_ITL_TARGET_MS": "12.5"}).engine.itl_target_s == 0.0125
+
+
+@pytest.mark.parametrize("given", ["soon", -1, "-1", "nan", "inf"])
+def test_a_time_target_is_milliseconds(given):
+    with pytest.raises(ConfigError, match="--itl-target-ms .*: must be auto, 0"):
+        EngineConfig(itl_target_ms=given)
+
+
+def test_a_time_target_needs_the_warm_up_that_times_steps():
+    with pytest.raises(ConfigError, match="with --no-warmup: steps are timed at warm-up"):
+        EngineConfig(itl_target_ms=30, warmup=False)

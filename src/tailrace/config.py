@@ -21,6 +21,7 @@ DEFAULT_MODEL = "smollm2"
 
 BLOCK_SIZES = ("auto", "8", "16", "32")
 QUANT_TYPES = ("auto", "none", "awq", "fp8", "compressed-tensors")
+_GPU_ITL_TARGET_S = 0.03
 ENV_PREFIX = "TAILRACE_"
 
 
@@ -58,6 +59,11 @@ class EngineConfig:
     max_num_batched_tokens: int = setting(
         0, "Token budget of a step: decodes first, prefill chunks fill the rest; 0: by device."
     )
+    itl_target_ms: float | str = setting(
+        "auto",
+        "Steps that carry decodes take fewer prompt tokens, so as to end within so many "
+        "milliseconds; 0: token budget alone. auto: 30 on a GPU, 0 on a CPU or without warm-up.",
+    )
     block_size: int | str = setting(
         "auto",
         "Tokens of one KV block: auto (8, 16 and 32, by a sequence's length) | 8 | 16 | 32.",
@@ -89,6 +95,7 @@ class EngineConfig:
         _one_of("block-size", str(self.block_size), BLOCK_SIZES)
         _one_of("quant-type", self.quant_type, QUANT_TYPES)
         self._check_device()
+        self._check_itl_target()
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 f"--gpu-memory-utilization {self.gpu_memory_utilization}: must be above 0 and at "
@@ -120,6 +127,33 @@ class EngineConfig:
     def kv_is_float8(self) -> bool:
         """Whether KV is kept in float8 (e4m3); "fp8_e4m3" is its longer name."""
         return self.kv_cache_dtype in ("fp8", "fp8_e4m3")
+
+    @property
+    def itl_target_s(self) -> float:
+        """Most seconds of a step that carries decodes; 0: whatever its token budget takes.
+
+        A CPU has none by itself: its steps of `max_num_batched_tokens` take 100 ms and more, and a
+        target below what the decodes alone take would leave prompts an eighth of each.
+        """
+        if self.itl_target_ms == "auto":
+            return _GPU_ITL_TARGET_S if self.gpus and self.warmup else 0.0
+        return float(self.itl_target_ms) / 1e3
+
+    def _check_itl_target(self) -> None:
+        given = self.itl_target_ms
+        try:
+            target_s = self.itl_target_s
+        except ValueError:
+            target_s = -1.0
+        if not 0.0 <= target_s < float("inf"):
+            raise ConfigError(
+                f"--itl-target-ms {given}: must be auto, 0 (off), or milliseconds above 0"
+            )
+        if target_s and not self.warmup:
+            raise ConfigError(
+                f"--itl-target-ms {given} with --no-warmup: steps are timed at warm-up, and cannot "
+                "be cut to a time without; leave --no-warmup out, or the target"
+            )
 
     def _check_device(self) -> None:
         if len(self.gpus) > 1:

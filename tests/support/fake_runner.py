@@ -73,6 +73,10 @@ class FakeRunner:
         return decodes
 
     @staticmethod
+    def whole_prompts(decodes: int, tokens: int) -> int:
+        return tokens
+
+    @staticmethod
     def computed(step: Step) -> StepLoad:
         return step.load
 

@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 _SMALL_BUCKETS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32)
 _MIXED_DECODES = (0, 16, 32, 64, 96)
 _MIXED_TOKENS = (64, 128, 256, 512)
+_PACED_TOKENS = (384, 640, 768)
+"""Further sizes where prompts are cut to a time: a cut is rounded down to what is captured."""
+_UNCAPTURED_STEP = 128
+"""Above all those, cuts are multiples of this: such steps take longer to run than to queue."""
 _MIXED_PROMPTS = 16
 
 
@@ -75,16 +79,20 @@ def graph_buckets(max_batch_size: int) -> list[int]:
     return [*sizes, max_batch_size]
 
 
-def mixed_frames(max_batch_size: int, token_budget: int, block_m: int) -> list[Frame]:
+def mixed_frames(
+    max_batch_size: int, token_budget: int, block_m: int, *, paced: bool = False
+) -> list[Frame]:
     """Return the frames of steps with prompt tokens, the smallest first.
 
     Those with few of them, whose kernels would take longer to queue than to run, and those of the
     whole budget: the scheduler counts decodes as `padded_decodes`, so that full steps fit exactly.
+    Where prompts beside decodes are cut to a time (`paced`), sizes in between as well.
     """
+    cuts = _PACED_TOKENS if paced else ()
     sizes = [
         (rows, tokens)
         for rows in padded_sizes(max_batch_size)
-        for tokens in (*_MIXED_TOKENS, token_budget - rows)
+        for tokens in (*_MIXED_TOKENS, *(cuts if rows else ()), token_budget - rows)
         if 0 < tokens <= token_budget - rows
     ]
     return [
@@ -175,6 +183,7 @@ class CudaRunner:
         token_budget: Most rows of a step.
         kv_dtype: Of the cache.
         kv_scales: One a layer, where that is float8.
+        paced: Whether prompts beside decodes are cut to a time.
     """
 
     def __init__(
@@ -190,6 +199,7 @@ class CudaRunner:
         token_budget: int,
         kv_dtype: torch.dtype,
         kv_scales: list[KVScales] | None = None,
+        paced: bool = False,
     ) -> None:
         if (kv_scales is not None) != (kv_dtype == FLOAT8):
             raise EngineError("KV scales go with a float8 cache, and with no other")
@@ -226,7 +236,7 @@ class CudaRunner:
         self._graph_outputs: dict[Frame, tuple[torch.Tensor, torch.Tensor]] = {}
         self._buckets = graph_buckets(num_slots)
         self._shape = prefill_shape(config.head_dim, context_length, self._capability)
-        self._mixed = mixed_frames(num_slots, token_budget, self._shape.block_m)
+        self._mixed = mixed_frames(num_slots, token_budget, self._shape.block_m, paced=paced)
         self._padded_sizes = padded_sizes(num_slots)
         self._pool: Any = None  # torch names the type of its handle only to itself
 
@@ -237,6 +247,14 @@ class CudaRunner:
         padded = next(size for size in self._padded_sizes if size >= decodes)
         # Padding takes at most half of what prompts would have; else the step is not captured.
         return padded if 2 * (padded - decodes) <= self._token_budget - decodes else decodes
+
+    def whole_prompts(self, decodes: int, tokens: int) -> int:
+        """Return the most prompt tokens, up to those given, that need no padding beside decodes."""
+        rows = self.padded_decodes(decodes)
+        sizes = [f.tokens for f in self._mixed if f.decodes == rows and f.tokens <= tokens]
+        if tokens >= max(_PACED_TOKENS) + _UNCAPTURED_STEP:
+            sizes.append(tokens - tokens % _UNCAPTURED_STEP)
+        return max(sizes, default=tokens)
 
     def computed(self, step: Step) -> StepLoad:
         """Return what a step computes: prompts beside decodes, and both padded to a frame."""

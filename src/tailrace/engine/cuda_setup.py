@@ -144,6 +144,7 @@ def load_runner(
         token_budget=token_budget,
         kv_dtype=kv_dtype,
         kv_scales=None if found is None else found.scales,
+        paced=config.itl_target_s > 0,
     )
     started_s = time.monotonic()
     runner.capture()
@@ -207,7 +208,8 @@ def later_bytes(
     """Return what is allocated after the plan: each graph's logits, and the decode scratch."""
     shape, slots = model.config, config.max_batch_size
     block_m = prefill_shape(shape.head_dim, context, kernels.capability).block_m
-    frames = [*map(Frame, graph_buckets(slots)), *mixed_frames(slots, token_budget, block_m)]
+    mixed = mixed_frames(slots, token_budget, block_m, paced=config.itl_target_s > 0)
+    frames = [*map(Frame, graph_buckets(slots)), *mixed]
     rows = sum(frame.decodes + frame.prompts for frame in frames)
     splits = -(-context // decode_shape(shape.head_dim, kernels.capability).split)
     scratch = slots * shape.num_heads * splits * (shape.head_dim + 1) * 4

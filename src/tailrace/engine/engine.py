@@ -62,6 +62,10 @@ class StepRunner(Protocol):
         """Turn a step into the runner's input, without waiting for a result."""
         ...
 
+    def whole_prompts(self, decodes: int, tokens: int) -> int:
+        """Return the most prompt tokens, up to those given, that need no padding beside decodes."""
+        ...
+
     def computed(self, step: Step) -> StepLoad:
         """Return what a step computes, its padding included."""
         ...

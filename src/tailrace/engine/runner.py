@@ -140,6 +140,12 @@ class Runner:
         return decodes
 
     @staticmethod
+    def whole_prompts(decodes: int, tokens: int) -> int:
+        """Return as many tokens as given: nothing is padded, whatever stands beside them."""
+        del decodes
+        return tokens
+
+    @staticmethod
     def computed(step: Step) -> StepLoad:
         """Return what a step computes: what its chunks ask for."""
         return step.load

@@ -1,7 +1,8 @@
 """State in, one mixed batch out. Pure: no device, no clock, no I/O.
 
 Rules, in this order:
-1. One token budget a step, no phases: decodes and prefill chunks share a batch.
+1. One token budget a step, no phases: decodes and prefill chunks share a batch. Where a time is to
+   be kept (pace.py), the prompts beside decodes are cut to it as well.
 2. Decodes come first, one token each, so that no prompt can starve a running stream.
 3. What the budget leaves goes to prefills in order (priority, then age): first those under way,
    then new ones. Several may be mid-prefill at once.
@@ -26,7 +27,7 @@ in flight still writes to them: the device runs steps in order, so the new owner
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from tailrace.engine.early_prompts import STEP_SHARE, EarlyPrompts
@@ -37,9 +38,10 @@ from tailrace.errors import EngineError
 from tailrace.types import attended
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from tailrace.engine.block_manager import BlockManager, Table
+    from tailrace.engine.pace import Pace
 
 # What is kept for each running sequence when somebody starts on borrowed units. More costs
 # concurrency, less costs preemptions: docs/performance.md, "The block manager".
@@ -79,6 +81,8 @@ class Step:
     """Positions to compute in all."""
     padding: int = 0
     """Rows that the device computes beside the decodes, for its own convenience."""
+    prompt_limit: int | None = None
+    """Most prompt tokens, where the step's time allows fewer than its token budget."""
     prefill_context: int = 0
     """Positions that prompt tokens attend to, summed."""
     decodes: int = 0
@@ -91,6 +95,11 @@ class Step:
         return StepLoad(
             self.num_tokens - self.decodes, self.prefill_context, self.decodes, self.decode_context
         )
+
+    @property
+    def padded_load(self) -> StepLoad:
+        """The same, with the decodes' padding."""
+        return replace(self.load, decodes=self.decodes + self.padding)
 
     def add(self, chunk: Chunk) -> None:
         """Append a chunk."""
@@ -121,6 +130,7 @@ class Scheduler:
         token_budget: Most positions of a step; at least `max_batch_size`.
         padded_decodes: Rows that the device computes for so many decodes. What it adds counts
             against the budget of prompts, so that full steps are of sizes that it has captured.
+        pace: Cuts the prompts of steps that carry decodes to a time; None: tokens alone count.
     """
 
     def __init__(
@@ -130,12 +140,14 @@ class Scheduler:
         max_batch_size: int,
         token_budget: int,
         padded_decodes: Callable[[int], int] = lambda decodes: decodes,
+        pace: Pace | None = None,
     ) -> None:
         if token_budget < max_batch_size:
             raise EngineError(f"token budget {token_budget} < max batch size {max_batch_size}")
         self.blocks = blocks
         self.token_budget = token_budget
         self._padded_decodes = padded_decodes
+        self._pace = pace
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions_total = 0
@@ -188,6 +200,7 @@ class Scheduler:
                     self._extend(step, sequence)
             if decodes:
                 step.padding = self._padded_decodes(step.num_tokens) - step.num_tokens
+                step.prompt_limit = self._prompt_limit(step)
         if not step.preempted:
             self._admit(step)
             if not self.waiting:
@@ -280,10 +293,31 @@ class Scheduler:
 
     def _chunk_end(self, step: Step, sequence: Sequence) -> int:
         """Where a chunk ends that takes what the step's budget has left."""
-        return sequence.num_computed + min(sequence.uncomputed, self._left(step))
+        start, wanted = sequence.num_computed, min(sequence.uncomputed, self._left(step))
+        if self._pace is not None and wanted > 1:
+            # Of who is new, the limit did not know how much of its prompt is cached.
+            wanted = self._pace.chunk(step.padded_load, start, wanted)
+        return start + wanted
 
     def _left(self, step: Step) -> int:
-        return self.token_budget - step.num_tokens - step.padding
+        left = self.token_budget - step.num_tokens - step.padding
+        if step.prompt_limit is None:
+            return left
+        return min(left, step.prompt_limit - (step.num_tokens - step.decodes))
+
+    def _prompt_limit(self, step: Step) -> int | None:
+        """Return how many prompt tokens the step has time for beside the decodes it now holds."""
+        if self._pace is None or not step.decodes:
+            return None
+        return self._pace.limit(step.padded_load, self._prompts_ahead(), self._left(step))
+
+    def _prompts_ahead(self) -> Iterator[tuple[int, int]]:
+        """Yield who is to be computed next, in order: tokens computed before, and left."""
+        for sequence in self.running:
+            if sequence.uncomputed > 1:
+                yield sequence.num_computed, sequence.uncomputed
+        for sequence in self.waiting[: len(self._free_slots)]:
+            yield sequence.num_computed, sequence.uncomputed
 
     def _admit(self, step: Step) -> None:
         """Start waiting sequences, in order, while slots, units and budget last."""

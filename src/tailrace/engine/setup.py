@@ -13,6 +13,7 @@ import structlog
 from tailrace.clock import monotonic
 from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.engine import Engine, StepRunner
+from tailrace.engine.pace import LEAST_SHARE, Pace
 from tailrace.engine.scheduler import Scheduler
 from tailrace.engine.step_probes import ProbeRun, choose
 from tailrace.engine.step_time import StepTimeModel
@@ -187,6 +188,7 @@ def make_engine(config: EngineConfig, loaded: Loaded, submit: Callable[..., Futu
         max_batch_size=config.max_batch_size,
         token_budget=token_budget(config),
         padded_decodes=loaded.runner.padded_decodes,
+        pace=_pace(config, loaded),
     )
     return Engine(
         scheduler,
@@ -197,6 +199,17 @@ def make_engine(config: EngineConfig, loaded: Loaded, submit: Callable[..., Futu
         vocab_size=loaded.model.config.vocab_size,
         eos_token_ids=loaded.model.config.eos_token_ids,
         step_time=loaded.step_time,
+    )
+
+
+def _pace(config: EngineConfig, loaded: Loaded) -> Pace | None:
+    if not config.itl_target_s:
+        return None
+    return Pace(
+        loaded.step_time,
+        target_s=config.itl_target_s,
+        least_tokens=max(1, token_budget(config) // LEAST_SHARE),
+        round_down=loaded.runner.whole_prompts,
     )
 
 

@@ -1,0 +1,93 @@
+"""How many prompt tokens a step may carry, so that the streams in it wait no longer than meant.
+
+Pure: coefficients in, tokens out. A step without decodes is not cut, for nobody's next token waits
+for it. However long the decodes alone take, a share of the step stays with the prompts: a target
+that cannot be held must not starve them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from tailrace.types import attended
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from tailrace.engine.step_time import StepLoad, StepTimeModel
+
+LEAST_SHARE = 8
+"""One part in so many of the token budget is left to prompts, whatever the decodes take."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """A target for the time of steps that carry decodes.
+
+    Args:
+        model: Predicts steps; without a fit nothing is cut.
+        target_s: Most seconds of such a step.
+        least_tokens: Prompt tokens that any step may carry.
+        round_down: Of (decodes, prompt tokens): the largest size up to there that the device
+            computes without padding.
+    """
+
+    model: StepTimeModel
+    target_s: float
+    least_tokens: int
+    round_down: Callable[[int, int], int]
+
+    def limit(self, load: StepLoad, prompts: Iterable[tuple[int, int]], most: int) -> int:
+        """Return how many prompt tokens to put beside the decodes of `load`, at most `most`.
+
+        Args:
+            load: The step's decodes.
+            prompts: Who is next, in order: (tokens computed before, tokens left) each.
+            most: What the token budget leaves.
+        """
+        if self.model.costs is None or not load.decodes:
+            return most
+        taken = 0
+        for start, left in prompts:
+            wanted = min(left, most - taken)
+            fitting = self.fitting(load, start, wanted)
+            taken += fitting
+            if fitting < wanted:
+                break
+            if taken == most:
+                return most
+            load = _with(load, start, wanted)
+        else:
+            return most  # all of them fit
+        return min(most, self.round_down(load.decodes, max(taken, min(self.least_tokens, most))))
+
+    def chunk(self, load: StepLoad, start: int, wanted: int) -> int:
+        """Return how many of a prompt's next `wanted` tokens to add to a step, at least one."""
+        if not load.decodes:
+            return wanted
+        owed = self.least_tokens - load.prefill_tokens
+        return min(wanted, max(1, owed, self.fitting(load, start, wanted)))
+
+    def fitting(self, load: StepLoad, start: int, wanted: int) -> int:
+        """Return the most tokens up to `wanted` with which the step is done in time; 0: none."""
+        costs = self.model.costs
+        if costs is None or _with(load, start, wanted).seconds(costs) <= self.target_s:
+            return wanted
+        low, high = 0, wanted  # the first is in time or none, the last is not
+        while high - low > 1:
+            middle = (low + high) // 2
+            if _with(load, start, middle).seconds(costs) <= self.target_s:
+                low = middle
+            else:
+                high = middle
+        return low
+
+
+def _with(load: StepLoad, start: int, tokens: int) -> StepLoad:
+    """Return a load with a prompt's chunk added."""
+    return replace(
+        load,
+        prefill_tokens=load.prefill_tokens + tokens,
+        prefill_context=load.prefill_context + attended(start, start + tokens),
+    )
