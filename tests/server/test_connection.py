@@ -3,6 +3,7 @@
 import contextlib
 import json
 import socket
+import time
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tailrace.config import Config, ServerConfig
-from tailrace.server.connection import MAX_HEAD_BYTES
+from tailrace.server import serve
+from tailrace.server.connection import MAX_HEAD_BYTES, connection_class
 from tests.server.fake_engine import Script
 from tests.server.running_app import read_to_end, running_app
 
@@ -283,3 +285,37 @@ def test_a_client_that_resets_midway_leaves_the_others_alone(app):
         connection.sendall(GET)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
     assert app.get("/live").status_code == 200
+
+
+@pytest.mark.parametrize("closes", [True, False], ids=["close", "keep-alive"])
+def test_a_client_that_never_takes_a_whole_answer_is_dropped(tiny_folder, monkeypatch, closes):
+    monkeypatch.setattr(serve, "connection_class", lambda head_s: connection_class(head_s, 1.0))
+    body = json.dumps(
+        {"prompt": "Hi", "max_tokens": 100_000, "logprobs": 20, "ignore_eos": True}
+    ).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n" % len(body)
+    head += b"connection: close\r\n\r\n" if closes else b"\r\n"
+    script = {"": Script(token_ids=[65] * 40_000, burst=1000)}
+    with (
+        running_app(tiny_folder, script, context_length=200_000) as app,
+        socket.socket() as reading,
+        socket.socket() as slow,
+    ):
+        for connection in (reading, slow):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.settimeout(20)
+            connection.connect(("127.0.0.1", app.port))
+            connection.sendall(head + body)
+        length = int(read_until(reading, b"\r\n\r\n").split(b"content-length: ")[1].split()[0])
+        assert length > 5_000_000  # more than the sockets' buffers
+        received = 0
+        while received < length - 100_000:  # one that reads slowly and steadily gets all of it
+            part = reading.recv(200_000)
+            assert part
+            received += len(part)
+        deadline_s = time.monotonic() + 20
+        while len(app.server.server_state.connections) > 1:
+            assert time.monotonic() < deadline_s, "the connection is still there"
+            time.sleep(0.01)
+        assert app.get("/live").status_code == 200
+        assert len(read_to_end(slow)) < length

@@ -2,6 +2,8 @@
 
 A deadline and a bound for request heads: uvicorn closes idle connections between requests, but
 not one whose request head never completes, and it bounds a head by memory alone.
+An end for clients that do not take an answer: uvicorn closes such a connection, but a close waits
+for what is still to be written, for ever.
 A way to drop a connection, and to know whether it takes bytes now: see http.py.
 Bodies beside an offer to upgrade, which Java's HttpClient and `curl --http2` make with every
 request: httptools passes over such a body and would take it for the next request.
@@ -47,6 +49,8 @@ class Connection(HttpToolsProtocol):
     """
 
     header_timeout_s: float = 10.0
+    delivery_timeout_s: float = 60.0
+    """A whole answer of which the client takes nothing for so long is dropped."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -57,6 +61,7 @@ class Connection(HttpToolsProtocol):
         self._in_head = True
         self._has_begun = False
         self._is_replaying = False
+        self._delivery_timer: TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """Start the first head's deadline."""
@@ -64,8 +69,10 @@ class Connection(HttpToolsProtocol):
         self._start_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the deadline."""
+        """Stop the deadlines."""
         self._end_head()
+        if self._delivery_timer is not None:
+            self._delivery_timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -129,6 +136,12 @@ class Connection(HttpToolsProtocol):
         }
         super().on_headers_complete()
 
+    def on_response_complete(self) -> None:
+        """An answer is made; what of it the client has not taken has a deadline."""
+        super().on_response_complete()
+        if self._delivery_timer is None:
+            self._watch_delivery()
+
     def on_message_complete(self) -> None:
         """The request is whole, unless httptools has only passed over its body."""
         if not self.parser.should_upgrade():
@@ -186,6 +199,21 @@ class Connection(HttpToolsProtocol):
         # A client that has said nothing would take an answer for that to its next request.
         self._refuse(_STALLED if self._has_begun else b"")
 
+    def _watch_delivery(self) -> None:
+        """Look again later whether bytes that wait have become fewer."""
+        self._delivery_timer = None
+        left_bytes = self.transport.get_write_buffer_size()
+        if left_bytes:
+            self._delivery_timer = asyncio.get_running_loop().call_later(
+                self.delivery_timeout_s, self._check_delivery, left_bytes
+            )
+
+    def _check_delivery(self, before_bytes: int) -> None:
+        if self.transport.get_write_buffer_size() >= before_bytes and not self._is_answering():
+            self.transport.abort()
+        else:
+            self._watch_delivery()
+
     def _count(self, size: int) -> None:
         self._parsed_head_bytes += size
         if self._parsed_head_bytes > MAX_HEAD_BYTES:
@@ -206,6 +234,9 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
 
-def connection_class(header_timeout_s: float) -> type[Connection]:
-    """Return the connection class with a deadline for request heads, in seconds."""
-    return type("Connection", (Connection,), {"header_timeout_s": header_timeout_s})
+def connection_class(
+    header_timeout_s: float, delivery_timeout_s: float = Connection.delivery_timeout_s
+) -> type[Connection]:
+    """Return the connection class with deadlines, in seconds, for heads and for whole answers."""
+    deadlines = {"header_timeout_s": header_timeout_s, "delivery_timeout_s": delivery_timeout_s}
+    return type("Connection", (Connection,), deadlines)
