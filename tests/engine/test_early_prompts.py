@@ -148,6 +148,27 @@ def test_nothing_arriving_overtakes_and_it_takes_a_quarter_of_a_step():
     assert_empty(bench)
 
 
+def test_it_takes_no_time_from_streams_that_have_a_target():
+    class Strict:
+        """A pace by which a step with decodes has time for nothing else."""
+
+        def limit(self, load, prompts, most):
+            return most
+
+        def fitting(self, load, start, wanted):
+            assert load.decodes
+            return 0
+
+    bench = make_bench(num_blocks=128, budget=64)
+    bench.engine.scheduler._pace = Strict()
+    grow(bench, "r-9", 0, PROMPT)
+    bench.engine.add(request("r-0", [1], 6))
+    rest(bench)
+    mixed = [rows for rows in bench.runner.steps if len(rows) > 1]
+    assert mixed == []
+    assert bench.engine.scheduler.early.get("r-9").num_computed == 32
+
+
 def test_it_holds_a_quarter_of_the_pool_and_never_borrows():
     bench = make_bench(num_blocks=32, budget=256)
     for index in range(3):

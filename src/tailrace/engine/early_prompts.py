@@ -23,7 +23,7 @@ from tailrace.engine.sequence import NO_SLOT, Sequence, Status
 from tailrace.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from tailrace.engine.block_manager import BlockManager, Table
 
@@ -152,16 +152,18 @@ class EarlyPrompts:
                     return True
         return False
 
-    def grow(self, left: int) -> Iterator[tuple[Sequence, int]]:
+    def grow(self, left: int, fitting: Callable[[int, int], int]) -> Iterator[tuple[Sequence, int]]:
         """Yield who is computed in this step, with room made, and up to where.
 
         Args:
             left: Tokens that the step has left.
+            fitting: Of (tokens computed before, tokens wanted): for how many there is time.
         """
         left = min(left, self._step_tokens)
         for sequence in list(self._arriving.values()):
             table = sequence.kv or self._open(sequence)
-            end = self._end(sequence, table, left) if table is not None else 0
+            in_time = fitting(sequence.num_computed, left) if left > 0 else 0
+            end = self._end(sequence, table, in_time) if table is not None else 0
             if table is not None and end:
                 self._blocks.grow(table, end)
                 left -= end - sequence.num_computed

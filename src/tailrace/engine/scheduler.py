@@ -204,12 +204,22 @@ class Scheduler:
         if not step.preempted:
             self._admit(step)
             if not self.waiting:
-                for sequence, end in self.early.grow(self._left(step)):
-                    step.add(_chunk(sequence, end))
+                self._add_early(step)
         if step.chunks:  # an empty step is not run, so it must carry nothing away
             step.released, self._released = self._released, []
         self._note_issued(step)
         return step
+
+    def _add_early(self, step: Step) -> None:
+        """Fill a step up with prompts that are still arriving, as far as it stays in time."""
+
+        def fitting(start: int, wanted: int) -> int:
+            if self._pace is None or not step.decodes:
+                return wanted
+            return self._pace.fitting(step.padded_load, start, wanted)
+
+        for sequence, end in self.early.grow(self._left(step), fitting):
+            step.add(_chunk(sequence, end))
 
     def _at_the_end(self) -> Iterable[Table]:
         """Tables without room for the next token."""
