@@ -40,6 +40,7 @@ def test_serve_has_one_option_for_each_setting():
         ["bench", "--help"],
         ["compare", "--help"],
         ["check-accuracy", "--help"],
+        ["quantize", "--help"],
         ["bench", "max-rate", "--help"],
         ["bench", "locustfile"],
     ],

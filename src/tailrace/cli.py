@@ -390,6 +390,38 @@ def _replay(
     raise typer.Exit(replay(options).exit_code)
 
 
+@app.command("quantize")
+def _quantize(
+    model: Annotated[str, typer.Argument(help="As --model-path of `tailrace serve`.")],
+    *,
+    out: Annotated[Path, typer.Option(help="The checkpoint's folder; must not exist.")],
+    scheme: Annotated[
+        str, typer.Option(help="awq (4 bits) | fp8 (a scale an output) | fp8-block.")
+    ] = "awq",
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="compressed-tensors | awq-gemm (AutoAWQ's layout; also of a model in 4 bits).",
+        ),
+    ] = "compressed-tensors",
+    group_size: Annotated[int, typer.Option(help="Inputs that share a scale, of awq.")] = 128,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Calibration text, a file or folder; default: Python's own."),
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Pieces of the text that awq reads.")] = 128,
+    sample_tokens: Annotated[int, typer.Option(help="Tokens of a piece.")] = 512,
+) -> None:
+    """Make an AWQ or FP8 checkpoint with llm-compressor (pip install 'tailrace[quantize]')."""
+    from tailrace.bench.corpus import corpus_text  # noqa: PLC0415
+    from tailrace.models.compressor import Recipe, quantize  # noqa: PLC0415
+
+    recipe = Recipe(scheme, form, group_size, samples, sample_tokens)
+    quantize(model, out, recipe, corpus_text(text)[0])
+    typer.echo(f"{out}: {scheme}, {form}; try `tailrace check-accuracy {out} --against {model}`")
+
+
 @app.command("check-accuracy")
 def _check_accuracy(
     model: Annotated[str, typer.Argument(help="As --model-path of `tailrace serve`.")],

@@ -44,6 +44,11 @@ def test_the_public_configs_are_read(form, expected):
     assert layout(form) == expected
 
 
+def test_the_fields_that_llm_compressor_leaves_empty_are_no_obstacle():
+    empty = {"sparsity_config": {}, "transform_config": {}, "kv_cache_scheme": None}
+    assert layout(packed(64, symmetric=True, version="0.19.0", **empty)) == PackedInt4(64, True)
+
+
 @pytest.mark.parametrize("form", [awq(64), packed(64, symmetric=True), float8(blocks=True)])
 def test_the_head_is_plain(form):
     assert layout(form, "lm_head") is None
@@ -133,6 +138,8 @@ INPUTS = (*GROUP, "input_activations")
         (edited(FOUR, format="int-quantized"), "group_0: format 'int-quantized'"),
         (edited(FOUR, format="marlin-24"), "format 'marlin-24' is not supported"),
         (edited(FOUR, quantization_status="frozen"), "quantization_status 'frozen'"),
+        (edited(FOUR, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config is not"),
+        (edited(FOUR, transform_config={"config_groups": {"R1": {}}}), "transform_config is not"),
         (edited(FOUR, config_groups={}), "config_groups is empty"),
         (edited(FOUR, *GROUP, targets=[]), "targets is empty"),
         (edited(FOUR, *GROUP, targets=["re:("]), "no regular expression"),

@@ -126,6 +126,14 @@ def test_what_weights_take_and_where_they_come_from_is_said(tmp_path):
     assert describe_weights(source) == "0 MiB of weights: 5 x fbgemm float16"
 
 
+def test_float32_scales_that_float16_holds_are_read(tmp_path):
+    folder = write(tmp_path, packed(32, symmetric=False, dtype=torch.float16))
+    name = f"{DOWN}.weight_scale"
+    edit(folder, lambda tensors: tensors.update({name: tensors[name].float()}))
+    assert read(folder).scales.dtype == torch.float16
+    assert torch.equal(logits(folder), logits(plain_beside(folder)))
+
+
 def test_float16_holds_the_values_rounded_once(tmp_path):
     folder = write(tmp_path, awq(32))
     half = logits(folder, dtype="float16")
@@ -245,8 +253,8 @@ def words(*shape):
         ),
         (
             awq(32),
-            put("scales", torch.zeros(3, 64)),
-            r"down_proj\.scales has type F32; supported are F16, BF16",
+            put("scales", torch.full((3, 64), 0.1)),
+            r"down_proj\.scales holds float32 scales that float16 does not hold",
         ),
         (
             awq(32),

@@ -100,6 +100,16 @@ class Checkpoint:
         """The tensors that the folder holds."""
         return list(self._homes)
 
+    @property
+    def shards(self) -> dict[str, list[str]]:
+        """The folder's files, and the tensors that each holds."""
+        return {file: list(self._files[file].keys()) for file in self._files}
+
+    def as_stored(self, name: str) -> Tensor:
+        """Return one of `names` in whatever shape and type it has."""
+        tensor: Tensor = self._files[self._homes[name]].get_tensor(name)
+        return tensor
+
     def take_number(self, name: str) -> float:
         """Return a tensor of one element, of whatever float type and rank.
 

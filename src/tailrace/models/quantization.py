@@ -258,6 +258,8 @@ class _CompressedFile(msgspec.Struct):
     format: str = "dense"
     ignore: list[str] | None = None
     quantization_status: str = "compressed"
+    sparsity_config: dict[str, Any] | None = None
+    transform_config: dict[str, Any] | None = None
 
 
 def _read_compressed(raw: dict[str, Any], at: str) -> Quantization:
@@ -267,6 +269,9 @@ def _read_compressed(raw: dict[str, Any], at: str) -> Quantization:
             f"{at}: quantization_status {told.quantization_status!r} is not supported, only "
             "'compressed' is: save the checkpoint compressed"
         )
+    for name in ("sparsity_config", "transform_config"):
+        if getattr(told, name):
+            raise ModelError(f"{at}: {name} is not empty; pruned or rotated weights are not served")
     rules = [
         _compressed_rule(group, group.format or told.format, f"{at}: {name}")
         for name, group in told.config_groups.items()

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from tailrace.kernels.linear.weight import Weight
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-HALVES = (torch.float16, torch.bfloat16)
 _MIDDLE = 8
 """The zero point of symmetric 4-bit codes."""
 
@@ -109,7 +108,7 @@ class WeightReader:
         words, groups = outputs // PER_WORD, inputs // group
         codes = self._take(f"{module}.qweight", (inputs, words), types=(torch.int32,))
         zeros = self._take(f"{module}.qzeros", (groups, words), types=(torch.int32,))
-        scales = self._scales(f"{module}.scales", (groups, outputs), types=HALVES)
+        scales = self._half_scales(f"{module}.scales", (groups, outputs))
         return GroupInt4(
             pack_pairs(unpack_awq(codes).t()),
             scales.t().contiguous(),
@@ -129,7 +128,7 @@ class WeightReader:
             )
         words, groups = -(-inputs // PER_WORD), inputs // group
         codes = self._take(name, (outputs, words), types=(torch.int32,))
-        scales = self._scales(f"{module}.weight_scale", (outputs, groups), types=HALVES)
+        scales = self._half_scales(f"{module}.weight_scale", (outputs, groups))
         told = self.source.take(f"{module}.weight_shape", (2,), types=(torch.int64, torch.int32))
         if told.tolist() != [outputs, inputs]:
             raise ModelError(
@@ -160,11 +159,22 @@ class WeightReader:
     def _take(self, name: str, *shapes: tuple[int, ...], types: Sequence[torch.dtype]) -> Tensor:
         return self.source.take(name, *shapes, types=types).to(self.device)
 
-    def _scales(
-        self, name: str, *shapes: tuple[int, ...], types: Sequence[torch.dtype] = FLOATS
-    ) -> Tensor:
+    def _half_scales(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Take scales in half precision; those stored in float32 must be such numbers, too."""
+        scales = self._scales(name, shape)
+        if scales.dtype != torch.float32:
+            return scales
+        half = scales.to(torch.float16)
+        if not torch.equal(half.to(torch.float32), scales):
+            raise ModelError(
+                f"{self.source.place(name)} holds float32 scales that float16 does not hold "
+                "exactly, which is not supported; quantise the model in half precision"
+            )
+        return half
+
+    def _scales(self, name: str, *shapes: tuple[int, ...]) -> Tensor:
         """Take scales, as a copy that no file backs."""
-        scales = self.source.take(name, *shapes, types=types).to(self.device, copy=True)
+        scales = self.source.take(name, *shapes).to(self.device, copy=True)
         if not bool(scales.isfinite().all()):
             raise ModelError(f"{self.source.place(name)} holds scales that are no finite numbers")
         return scales
