@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 
 from tailrace.kernels.attention_shapes import ADA, DECODE, PREFILL
 from tailrace.kernels.linear import triton_skinny
-from tailrace.kernels.paged_attention.triton_decode import decode_kernel, merge_kernel
+from tailrace.kernels.paged_attention.triton_decode import decode_kernel
 from tailrace.kernels.paged_attention.triton_prefill import prefill_kernel
 from tailrace.kernels.rms_norm.triton import rms_norm_kernel
 from tailrace.kernels.rope_cache.triton import rope_cache_kernel
@@ -46,7 +46,7 @@ FLOAT = (
 INDEX = (
     "tiles", "query_starts", "kv_lens", "tables", "positions", "slots", "best_ids", "edit_starts",
     "edit_ids", "history_rows", "history", "top_k", "coarse_counts", "lows", "highs", "sizes",
-    "thresholds", "wants_rank", "ranks",
+    "thresholds", "wants_rank", "ranks", "arrivals",
 )  # fmt: skip
 LONG = ("sums", "coarse_sums", "aboves", "seeds", "token_ids")
 TYPES = {
@@ -109,12 +109,6 @@ def attention_cases(kind: int) -> Iterator[Case]:
             decode.num_warps,
             decode.num_stages,
         )  # fmt: skip
-        yield Case(
-            f"merge {head_dim}",
-            merge_kernel,
-            {"NUM_HEADS": heads, "HEAD_DIM": head_dim, "SPLIT": decode.split},
-            1 if head_dim <= 128 else 2,
-        )
 
 
 def rope_cases(*, is_float8: bool) -> Iterator[Case]:
@@ -141,7 +135,7 @@ def other_cases() -> Iterator[Case]:
             "BLOCK_M": rows, "BLOCK_N": shape.block_n, "BLOCK_K": shape.block_k,
             "SPLITS": shape.splits, "HAS_BIAS": True,
         }  # fmt: skip
-        types = TYPES | {"w_ptr": "*bf16", "bias_ptr": "*bf16", "arrivals": "*i32"}
+        types = TYPES | {"w_ptr": "*bf16", "bias_ptr": "*bf16"}
         kernel = triton_skinny.skinny_kernel
         yield Case(
             f"skinny {rows}/{shape.splits}", kernel, constants, shape.num_warps, shape.num_stages,

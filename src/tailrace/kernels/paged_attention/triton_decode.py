@@ -1,9 +1,10 @@
 """Decode over the paged cache in Triton: one query row a sequence, its keys split among programs.
 
 A program takes all query heads that share one KV head (their keys are read once) and SPLIT tokens
-of one sequence; a second kernel merges the parts by their log-sum-exp (Dao et al.,
-"Flash-Decoding", 2023). Splits have a fixed length, not a fixed number, so that a row's sums are
-cut at the same places whatever else is in the batch: its result does not depend on its neighbours.
+of one sequence. Of the programs of one sequence and KV head the last to end merges the parts of all
+by their log-sum-exp (Dao et al., "Flash-Decoding", 2023), always in the order of the keys. Splits
+have a fixed length, not a fixed number, so that a row's sums are cut at the same places whatever
+else is in the batch: its result does not depend on its neighbours.
 
 The grid covers the longest sequence there can be, so that one captured graph serves any lengths;
 programs beyond their sequence's end return at once.
@@ -41,13 +42,16 @@ def decode_kernel(
     q_ptr,
     k_cache,
     v_cache,
+    out_ptr,
     part_ptr,
     lse_ptr,
+    arrivals,
     kv_lens,
     tables,
     table_stride,
     max_splits,
     scale_log2,
+    v_scale,
     stride_kb,
     stride_kh,
     stride_kt,
@@ -69,23 +73,29 @@ def decode_kernel(
     row = tl.program_id(2)
     kv_len = tl.load(kv_lens + row)
     low = split * SPLIT
-    if low >= kv_len:
-        return
-    high = tl.minimum(low + SPLIT, kv_len)
-
     members = tl.arange(0, PADDED)
     dims = tl.arange(0, HEAD_DIM)
     is_member = members < GROUP
-    heads = row.to(tl.int64) * NUM_HEADS + kv_head * GROUP + members
-    q = tl.load(
-        q_ptr + (heads * HEAD_DIM)[:, None] + dims[None, :], mask=is_member[:, None], other=0.0
-    )
+    # Wide numbers stay scalars, or the many offsets of a tile take twice the registers.
+    first_head = row.to(tl.int64) * NUM_HEADS + kv_head * GROUP
+    q_ptr += first_head * HEAD_DIM
+    out_ptr += first_head * HEAD_DIM
+    part_ptr += first_head * max_splits * HEAD_DIM
+    lse_ptr += first_head * max_splits
+    places = (members * HEAD_DIM)[:, None] + dims[None, :]
+    acc = tl.zeros([PADDED, HEAD_DIM], tl.float32)
+    if low >= kv_len:
+        if split == 0:
+            # A padded row has no keys: zeros, for what it holds flows on through the layers.
+            tl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=is_member[:, None])
+        return
+    high = tl.minimum(low + SPLIT, kv_len)
+    q = tl.load(q_ptr + places, mask=is_member[:, None], other=0.0)
     k_cache += kv_head * stride_kh
     v_cache += kv_head * stride_vh
     table = tables + row * table_stride
     peak = tl.full([PADDED], float("-inf"), tl.float32)
     total = tl.zeros([PADDED], tl.float32)
-    acc = tl.zeros([PADDED, HEAD_DIM], tl.float32)
     for start in range(low, high, BLOCK_N):
         columns = start + tl.arange(0, BLOCK_N)
         is_key = columns < high
@@ -114,43 +124,48 @@ def decode_kernel(
         )
         peak = higher
     acc = acc / total[:, None]
-    parts = heads * max_splits + split
-    tl.store(part_ptr + (parts * HEAD_DIM)[:, None] + dims[None, :], acc, mask=is_member[:, None])
-    tl.store(lse_ptr + parts, peak + tl.log2(total), mask=is_member)
+    count = tl.cdiv(kv_len, SPLIT)
+    if count > 1:
+        parts = members * max_splits + split
+        part = part_ptr + (parts * HEAD_DIM)[:, None] + dims[None, :]
+        tl.store(part, acc, mask=is_member[:, None])
+        tl.store(lse_ptr + parts, peak + tl.log2(total), mask=is_member)
+        tl.debug_barrier()  # all stores of this program, before its arrival
+        arrival = arrivals + row * NUM_HEADS + kv_head
+        if tl.atomic_add(arrival, 1, sem="acq_rel") != count - 1:
+            return
+        tl.store(arrival, 0)  # for the next launch
+        acc = _merged(part_ptr, lse_ptr, members * max_splits, is_member, count, PADDED, HEAD_DIM)
+    acc *= v_scale
+    tl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=is_member[:, None])
 
 
 @triton.jit
-def merge_kernel(
+def _merged(
     part_ptr,
     lse_ptr,
-    out_ptr,
-    kv_lens,
-    max_splits,
-    v_scale,
-    NUM_HEADS: tl.constexpr,
+    firsts,
+    is_member,
+    count,
+    PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    SPLIT: tl.constexpr,
 ):
-    head = tl.program_id(0)
-    row = tl.program_id(1)
-    count = tl.cdiv(tl.load(kv_lens + row), SPLIT)
-    place = row.to(tl.int64) * NUM_HEADS + head
     dims = tl.arange(0, HEAD_DIM)
-    peak = float("-inf")
-    total = 0.0
-    acc = tl.zeros([HEAD_DIM], tl.float32)
+    peak = tl.full([PADDED], float("-inf"), tl.float32)
+    total = tl.zeros([PADDED], tl.float32)
+    acc = tl.zeros([PADDED, HEAD_DIM], tl.float32)
     for split in range(count):
-        part = place * max_splits + split
-        lse = tl.load(lse_ptr + part)
+        # Past the first-level cache, which may hold what a part was before.
+        lse = tl.load(lse_ptr + firsts + split, mask=is_member, other=0.0, cache_modifier=".cg")
+        part = part_ptr + ((firsts + split) * HEAD_DIM)[:, None] + dims[None, :]
+        values = tl.load(part, mask=is_member[:, None], other=0.0, cache_modifier=".cg")
         higher = tl.maximum(peak, lse)
         rescale = tl.exp2(peak - higher)
         weight = tl.exp2(lse - higher)
-        acc = acc * rescale + weight * tl.load(part_ptr + part * HEAD_DIM + dims)
+        acc = acc * rescale[:, None] + weight[:, None] * values
         total = total * rescale + weight
         peak = higher
-    # A padded row has no keys: it gets zeros, for what it holds flows on through the layers.
-    acc = tl.where(count > 0, acc / total * v_scale, 0.0)
-    tl.store(out_ptr + place * HEAD_DIM + dims, acc.to(out_ptr.dtype.element_ty))
+    return acc / total[:, None]
 
 
 @dataclass(frozen=True)
@@ -161,6 +176,8 @@ class DecodeScratch:
     """float32 [rows, Hq, max_splits, D]."""
     lses: Tensor
     """float32 [rows, Hq, max_splits], base 2."""
+    arrivals: Tensor
+    """int32 [rows, Hq]: how many parts of a row and KV head are there; 0 between launches."""
 
     @property
     def max_splits(self) -> int:
@@ -176,6 +193,7 @@ class DecodeScratch:
         return cls(
             torch.empty(rows, num_heads, splits, head_dim, dtype=torch.float32, device=device),
             torch.empty(rows, num_heads, splits, dtype=torch.float32, device=device),
+            torch.zeros(rows, num_heads, dtype=torch.int32, device=device),
         )
 
 
@@ -213,13 +231,16 @@ def decode(
         q_BHD,
         k_cache,
         v_cache,
+        out_BHD,
         scratch.parts,
         scratch.lses,
+        scratch.arrivals,
         kv_lens,
         block_tables,
         block_tables.stride(0),
         scratch.max_splits,
         scale * kv_scales.k * LOG2_E,
+        kv_scales.v,
         k_cache.stride(0),
         k_cache.stride(1),
         k_cache.stride(3),
@@ -237,16 +258,4 @@ def decode(
         SPLIT=shape.split,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
-    )
-    merge_kernel[(num_heads, num_rows)](
-        scratch.parts,
-        scratch.lses,
-        out_BHD,
-        kv_lens,
-        scratch.max_splits,
-        kv_scales.v,
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        SPLIT=shape.split,
-        num_warps=1 if head_dim <= 128 else 2,
     )
