@@ -207,6 +207,44 @@ def attended(start: int, end: int) -> int:
     return (end - start) * (start + end + 1) // 2
 
 
+HOST_BOUNDS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05)
+STEP_BOUNDS_S = (
+    *(0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0),
+)
+FORECAST_ERROR_BOUNDS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
+
+
+class Distribution(msgspec.Struct, frozen=True, array_like=True):
+    """A histogram over the bounds that its name stands for above."""
+
+    counts: tuple[int, ...]
+    """One for each bound, of what is above the bound before; the last of what is above all."""
+    total: float
+    """Of all values."""
+
+
+class StepTimings(msgspec.Struct, frozen=True, array_like=True):
+    """Where the time of steps went; see engine/step_meter.py. All grow while the process lives."""
+
+    schedule_s_total: float
+    prepare_s_total: float
+    queue_s_total: float
+    """Of the runner's thread: kernels and copies queued on a device; 0 on a CPU."""
+    commit_s_total: float
+    publish_s_total: float
+    idle_s_total: float
+    """Of the device, between two steps although the second was there."""
+    predicted_s: float
+    """Of the last step, when it was issued; the one that does not grow."""
+    host: Distribution
+    """`HOST_BOUNDS_S`: schedule, prepare, commit and publish of one step together."""
+    device: Distribution
+    """`STEP_BOUNDS_S`: what the device took for one step."""
+    error: Distribution
+    """`FORECAST_ERROR_BOUNDS`: |predicted - measured| / measured."""
+
+
 class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True):
     """The engine's state after a step; counters only grow while the process lives."""
 
@@ -253,6 +291,7 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True):
     """The same, given up: the body came to nothing or to another prompt, or units ran short."""
     step_costs: StepCosts | None = None
     """As learnt up to now; None where there was no warm-up to fit them."""
+    timings: StepTimings | None = None
 
 
 class EngineOutputs(msgspec.Struct, frozen=True, omit_defaults=True, tag="outputs"):

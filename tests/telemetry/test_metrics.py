@@ -5,10 +5,11 @@ import os
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tailrace.engine.step_meter import StepMeter
 from tailrace.telemetry.gpu import GpuReading, Gpus
 from tailrace.telemetry.metrics import GAP_BUCKETS_S, LATENCY_BUCKETS_S, Metrics, fragmentation
 from tailrace.telemetry.request_log import RequestRecord
-from tailrace.types import EngineStats
+from tailrace.types import EngineStats, StepCosts
 
 
 def stats(**fields):
@@ -181,6 +182,38 @@ def test_the_block_managers_state_is_shown_with_causes_and_sizes():
     assert value(text, "kv_cache_evictions_total") == 6
     runs = [value(text, "kv_cache_runs_total", tokens=str(size)) for size in (8, 16, 32)]
     assert runs == [1, 2, 3]
+
+
+def test_what_steps_cost_and_where_their_time_went_is_shown():
+    meter = StepMeter()
+    meter.add_schedule(0.001)
+    meter.add_prepare(0.002)
+    meter.add_publish(0.0015)
+    meter.begin_turn()
+    meter.add_step(0.02, idle_s=0.003, queue_s=0.0005, predicted_s=0.023)
+    meter.add_step(3.0, idle_s=0.0, queue_s=0.0, predicted_s=3.0)
+    costs = StepCosts(0.004, 2e-5, 128, 2e-9, 1e-5, 1e-8)
+    text = Metrics().render(stats=stats(step_costs=costs, timings=meter.read()))
+    assert value(text, "engine_step_cost_seconds", term="base") == 0.004
+    assert value(text, "engine_step_cost_seconds", term="kv") == 1e-8
+    assert value(text, "engine_step_free_rows") == 128
+    assert value(text, "engine_host_seconds_total", phase="prepare") == 0.002
+    assert value(text, "engine_host_seconds_total", phase="queue") == 0.0005
+    assert value(text, "engine_device_idle_seconds_total") == 0.003
+    assert value(text, "engine_step_predicted_seconds") == 3.0
+    assert value(text, "engine_step_host_seconds_bucket", le="0.005") == 1
+    assert value(text, "engine_step_host_seconds_bucket", le="0.003") == 0
+    assert value(text, "engine_step_device_seconds_bucket", le="0.02") == 1
+    assert value(text, "engine_step_device_seconds_bucket", le="+Inf") == 2
+    assert value(text, "engine_step_device_seconds_sum") == 3.02
+    assert value(text, "engine_step_prediction_error_ratio_bucket", le="0.15") == 2
+    assert value(text, "engine_step_prediction_error_ratio_bucket", le="0.1") == 1
+
+
+def test_without_a_warm_up_no_costs_are_shown():
+    names = {name for name, *_ in samples(Metrics().render(stats=stats()))}
+    assert "tailrace:engine_steps_total" in names
+    assert not any("step_cost" in name or "host_seconds" in name for name in names)
 
 
 def test_before_the_engine_has_reported_its_families_are_absent_not_zero():

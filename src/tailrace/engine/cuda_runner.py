@@ -11,6 +11,7 @@ step queues its kernels one by one. The ids of a step stay on the device, where 
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +139,7 @@ class DeviceResult:
     """When the device came to this step."""
     before: torch.cuda.Event | None = None
     """When it had done the one before."""
+    queue_s: float = 0.0
 
     def wait(self) -> StepResult:
         """Wait for the device.
@@ -159,6 +161,7 @@ class DeviceResult:
             self.prompt_logprobs,
             device_s=_seconds(self.began, self.event),
             idle_s=_seconds(self.before, self.began),
+            queue_s=self.queue_s,
         )
 
 
@@ -386,6 +389,11 @@ class CudaRunner:
     @torch.inference_mode()
     def execute(self, prepared: PreparedDeviceStep) -> DeviceResult:
         """Queue one step; called on the runner's thread only, in order of scheduling."""
+        begun_s = time.perf_counter()
+        result = self._queue(prepared)
+        return replace(result, queue_s=time.perf_counter() - begun_s)
+
+    def _queue(self, prepared: PreparedDeviceStep) -> DeviceResult:
         self._began = self._mark()
         for slot in prepared.step.released:
             self.sampler.release(slot)

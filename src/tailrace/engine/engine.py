@@ -17,6 +17,7 @@ import structlog
 
 from tailrace.engine.early_prompts import POOL_SHARE
 from tailrace.engine.sequence import Sequence, Status
+from tailrace.engine.step_meter import StepMeter
 from tailrace.engine.step_time import StepTimeModel
 from tailrace.errors import IntegrityError
 from tailrace.types import (
@@ -89,6 +90,9 @@ class _InFlight:
     result: Future[Executed]
     issued_s: float
     load: StepLoad
+    predicted_s: float | None
+    follows: bool
+    """Whether it was issued while another was in flight."""
 
 
 @dataclass
@@ -133,6 +137,7 @@ class Engine:
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
         self.step_time = step_time or StepTimeModel()
+        self.meter = StepMeter()
         self._submit = submit
         self._clock = clock
         self._sequences: dict[str, Sequence] = {}
@@ -206,6 +211,7 @@ class Engine:
 
     def step(self) -> list[TokenOutput]:
         """Issue the next step, then wait for the one in flight and return what it brought."""
+        self.meter.begin_turn()
         self._expire_reservations()
         issued = self._issue()
         previous, self._in_flight = self._in_flight, issued
@@ -246,6 +252,7 @@ class Engine:
             early_used_tokens_total=self.scheduler.early.used_tokens_total,
             early_dropped_tokens_total=self.scheduler.early.dropped_tokens_total,
             step_costs=self.step_time.costs,
+            timings=self.meter.read(),
         )
 
     def inspect_kv(self) -> KvReport:
@@ -326,15 +333,27 @@ class Engine:
         return None
 
     def _issue(self) -> _InFlight | None:
+        begun_s = self._clock()
         step = self.scheduler.schedule()
+        chosen_s = self._clock()
+        self.meter.add_schedule(chosen_s - begun_s)
         if not step.chunks:
             return None
-        now = self._clock()
         for sequence in step.admitted:
-            sequence.scheduled_s = sequence.scheduled_s or now
+            sequence.scheduled_s = sequence.scheduled_s or chosen_s
         prepared = self.runner.prepare(step, self.scheduler.blocks)
         result = self._submit(self.runner.execute, prepared)
-        return _InFlight(step, result, now, self.runner.computed(step))
+        load = self.runner.computed(step)
+        in_flight = _InFlight(
+            step,
+            result,
+            issued_s=chosen_s,
+            load=load,
+            predicted_s=self.step_time.predict(load),
+            follows=self._in_flight is not None,
+        )
+        self.meter.add_prepare(self._clock() - chosen_s)
+        return in_flight
 
     def _collect(self, in_flight: _InFlight) -> list[TokenOutput]:
         """Wait for a step and commit it."""
@@ -355,12 +374,19 @@ class Engine:
             output = self._commit(chunk, result, row, now)
             if output is not None:
                 outputs.append(output)
+        self.meter.add_commit(self._clock() - now)
         return outputs
 
     def _account(self, in_flight: _InFlight, result: StepResult, now: float) -> None:
         # A step starts when it is issued or when the one before it ends, whichever is later.
         started = max(in_flight.issued_s, self._last_done_s)
         self._last_done_s = now
+        self.meter.add_step(
+            result.device_s,
+            result.idle_s if in_flight.follows else 0.0,
+            result.queue_s,
+            in_flight.predicted_s,
+        )
         self.step_time.observe(in_flight.load, result.device_s)
         self._counters.steps += 1
         self._counters.step_time_s = now - started

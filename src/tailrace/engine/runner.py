@@ -90,6 +90,8 @@ class StepResult:
     """What the device took for it; 0 where nobody measured."""
     idle_s: float = 0.0
     """What the device stood still between the step before and this one."""
+    queue_s: float = 0.0
+    """What the runner's thread took to queue it, where it is queued."""
 
     def wait(self) -> StepResult:
         """Return this: on a CPU, a step that was executed is done."""

@@ -25,6 +25,7 @@ import msgspec
 import structlog
 import zmq
 
+from tailrace.clock import monotonic
 from tailrace.config import EngineConfig
 from tailrace.errors import TailraceError
 from tailrace.types import (
@@ -181,9 +182,12 @@ class Worker:
             self.mailbox.wait(0 if self.engine.has_work else _IDLE_POLL_MS)
             for message in self.mailbox.receive():
                 self._handle(message)
-            if self.engine.has_work:
-                self.mailbox.post(self.engine.step())
+            outputs = self.engine.step() if self.engine.has_work else []
+            begun_s = monotonic()
+            self.mailbox.post(outputs)
             self.mailbox.flush(self.engine)
+            if outputs:
+                self.engine.meter.add_publish(monotonic() - begun_s)
 
     def _handle(self, message: FrontendMessage) -> None:
         match message:

@@ -9,20 +9,28 @@ exported as they are; they start again from zero with a new engine process, as c
 from __future__ import annotations
 
 import os
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
 from tailrace.telemetry.gpu import Gpus
 from tailrace.telemetry.process import resident_bytes
+from tailrace.types import FORECAST_ERROR_BOUNDS, HOST_BOUNDS_S, STEP_BOUNDS_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from tailrace.telemetry.gpu import GpuReading
     from tailrace.telemetry.request_log import RequestRecord
-    from tailrace.types import EngineStats
+    from tailrace.types import EngineStats, StepTimings
 
 PREFIX = "tailrace:"
 LATENCY_BUCKETS_S = (
@@ -156,6 +164,9 @@ class _Snapshot:
         if self._stats is not None:
             yield from _engine_gauges(self._stats)
             yield from _engine_counters(self._stats)
+            yield from _step_costs(self._stats)
+            if self._stats.timings is not None:
+                yield from _step_timings(self._stats.timings)
 
 
 def fragmentation(stats: EngineStats) -> float:
@@ -225,6 +236,67 @@ def _block_counters(stats: EngineStats) -> Iterator[Metric]:
     yield sizes
     yield _counter("kv_cache_blocks_lent", "KV blocks ever lent", stats.lent_blocks_total)
     yield _counter("kv_cache_evictions", "Cached blocks given to others", stats.evictions_total)
+
+
+def _step_costs(stats: EngineStats) -> Iterator[Metric]:
+    """What steps cost, as learnt: one family, since a dashboard shows the terms together."""
+    if stats.step_costs is None:
+        return
+    costs = GaugeMetricFamily(
+        f"{PREFIX}engine_step_cost_seconds",
+        "Of a step (base), of a row beyond the free ones (token), of a decode, and of a position "
+        "that a prompt's token (attention) or a decode (kv) attends to",
+        labels=["term"],
+    )
+    for term, value in msgspec.structs.asdict(stats.step_costs).items():
+        if term.endswith("_s"):
+            costs.add_metric([term.removesuffix("_s")], value)
+    yield costs
+    yield _gauge(
+        "engine_step_free_rows",
+        "Rows of a step whose arithmetic hides behind reading the weights",
+        stats.step_costs.free_rows,
+    )
+
+
+def _step_timings(timings: StepTimings) -> Iterator[Metric]:
+    phases = CounterMetricFamily(
+        f"{PREFIX}engine_host_seconds",
+        "CPU time of steps; queue is the runner's thread's, the others are the engine's",
+        labels=["phase"],
+    )
+    for phase in ("schedule", "prepare", "queue", "commit", "publish"):
+        phases.add_metric([phase], getattr(timings, f"{phase}_s_total"))
+    yield phases
+    yield _counter(
+        "engine_device_idle_seconds",
+        "The device's time between two steps although the second was there",
+        timings.idle_s_total,
+    )
+    yield _gauge("engine_step_predicted_seconds", "The last step's prediction", timings.predicted_s)
+    for name, text, bounds, found in (
+        (
+            "engine_step_host_seconds",
+            "CPU time of one step: schedule, prepare, commit, publish",
+            HOST_BOUNDS_S,
+            timings.host,
+        ),
+        (
+            "engine_step_device_seconds",
+            "The device's time of one step",
+            STEP_BOUNDS_S,
+            timings.device,
+        ),
+        (
+            "engine_step_prediction_error_ratio",
+            "|predicted - measured| / measured of one step's device time",
+            FORECAST_ERROR_BOUNDS,
+            timings.error,
+        ),
+    ):
+        labels = [*map(str, bounds), "+Inf"]
+        buckets = list(zip(labels, accumulate(found.counts), strict=True))
+        yield HistogramMetricFamily(f"{PREFIX}{name}", text, buckets, found.total)
 
 
 def _gpu_gauges(gpus: Sequence[GpuReading]) -> Iterator[Metric]:
