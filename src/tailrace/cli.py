@@ -461,6 +461,27 @@ def _check_accuracy(
     raise typer.Exit(0 if found.keeps(bound) else 1)
 
 
+@app.command("explain")
+def _explain(
+    logs: Annotated[list[Path], typer.Argument(help="Request logs; rotated files are read, too.")],
+    *,
+    html: Annotated[Path | None, typer.Option(help="Also write the report as a web page.")] = None,
+) -> None:
+    """Say why the slowest requests of a server were slow, from its request log."""
+    from rich.console import Console  # noqa: PLC0415
+
+    from tailrace.bench.explain import explain  # noqa: PLC0415
+    from tailrace.bench.explain_table import print_explanation  # noqa: PLC0415
+
+    found = explain(logs)
+    print_explanation(found, Console())
+    if html is not None:
+        from tailrace.bench.report.explain_page import write_page  # noqa: PLC0415
+
+        write_page(found, html)
+        typer.echo(f"report: {html}")
+
+
 @app.command("demo")
 def _demo(
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("demo-results"),

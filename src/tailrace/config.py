@@ -223,7 +223,13 @@ class ServerConfig:
     debug_kv: bool = setting(
         False, "Serve GET /debug/kv: check the KV pool, between two steps, and describe it."
     )
-    request_log: str = setting("", "JSONL, one record a request; empty: none.")
+    request_log: str = setting(
+        "", "JSONL, one record a request, for `tailrace explain`; empty: none."
+    )
+    request_log_bytes: int = setting(
+        64 * 1024 * 1024, "The request log is rotated at this size; 0: never."
+    )
+    request_log_files: int = setting(4, "Rotated request logs that are kept: FILE.1, FILE.2 ...")
 
     def __post_init__(self) -> None:
         """Check every value once.
@@ -234,7 +240,12 @@ class ServerConfig:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}: a TCP port is 0 to 65535 (0 picks a free one)")
         _one_of("log-level", self.log_level, ("debug", "info", "warning", "error"))
-        for name in ("max_waiting", "stream_buffer_bytes"):
+        for name in (
+            "max_waiting",
+            "stream_buffer_bytes",
+            "request_log_bytes",
+            "request_log_files",
+        ):
             _at_least(name.replace("_", "-"), getattr(self, name), 0)
         for name in ("max_body_bytes", "max_n", "default_max_tokens", "max_stop_strings"):
             _at_least(name.replace("_", "-"), getattr(self, name), 1)

@@ -126,18 +126,33 @@ class TokenLogprobs(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RequestTimes(msgspec.Struct, frozen=True, omit_defaults=True):
-    """When things happened to a request, in monotonic seconds, as the engine saw them."""
+    """When things happened to a request, in monotonic seconds, as the engine saw them.
+
+    The phases `queue_s` to `preempted_s` are durations; they add up to `finished_s - arrival_s`.
+    """
 
     arrival_s: float
-    """Received by the engine."""
+    """The request's own."""
     scheduled_s: float
-    """First put into a step."""
+    """Its first step began; 0 where it was in none."""
     first_token_s: float
     finished_s: float
     """When this was said: final with the last output."""
     preemptions: int = 0
     cached_tokens: int = 0
     """Prompt tokens whose KV was found in the prefix cache."""
+    queue_s: float = 0.0
+    """Until its first step began."""
+    prefill_s: float = 0.0
+    """From there to its first token, but for the part of other sequences' prompts."""
+    prefill_wait_s: float = 0.0
+    """That part: steps are divided among their tokens alike."""
+    decode_s: float = 0.0
+    """From the first token on."""
+    decode_wait_s: float = 0.0
+    """Of `decode_s`: other sequences' prompts."""
+    preempted_s: float = 0.0
+    """Sent back to wait, and computed again as far as it was."""
 
 
 class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -157,7 +172,7 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str | None = None
     """For "error": what happened, fit for the client."""
     times: RequestTimes | None = None
-    """With the first token and with the last output."""
+    """With the first token, with the first one after a preemption, and with the last output."""
 
 
 class StepCosts(msgspec.Struct, frozen=True, array_like=True):

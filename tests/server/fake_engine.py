@@ -167,6 +167,7 @@ class FakeEngine:
         has_room = len(ids) < request.sampling.max_tokens
         ends = script.ends_with_eos and has_room and not request.sampling.ignore_eos
         steps = [*ids, EOS_ID] if ends else ids
+        first_s = 0.0
         for start in range(0, len(steps), script.burst):
             if script.pause_after is not None and start >= script.pause_after:
                 self.was_paused.set()
@@ -181,27 +182,21 @@ class FakeEngine:
             await asyncio.sleep(0)
             part = steps[start : start + script.burst]
             is_last = start + script.burst >= len(steps)
-            self._put(self._output(request, script, part, start, scheduled_s, is_last, ends))
+            first_s = first_s or monotonic()
+            times = _times(request, scheduled_s, first_s, script.cached_tokens)
+            self._put(self._output(request, part, start, times, is_last, ends))
 
     def _output(
         self,
         request: EngineRequest,
-        script: Script,
         part: list[int],
         start: int,
-        scheduled_s: float,
+        times: RequestTimes,
         is_last: bool,
         ends: bool,
     ) -> TokenOutput:
         asked = request.sampling.logprobs
         asked_prompt = request.sampling.prompt_logprobs
-        times = RequestTimes(
-            arrival_s=request.arrival_s,
-            scheduled_s=scheduled_s,
-            first_token_s=monotonic(),
-            finished_s=monotonic(),
-            cached_tokens=script.cached_tokens,
-        )
         is_first = start == 0
         return TokenOutput(
             request.request_id,
@@ -212,7 +207,7 @@ class FakeEngine:
             else None,
             finish_reason=("stop" if ends else "length") if is_last else None,
             stop_token_id=EOS_ID if is_last and ends else None,
-            times=times if is_last else None,
+            times=times if is_first or is_last else None,
         )
 
     def _script(self, request: EngineRequest) -> Script:
@@ -227,6 +222,22 @@ class FakeEngine:
         if queue is not None:
             queue.put_nowait(output)
         self.progress.set()
+
+
+def _times(
+    request: EngineRequest, scheduled_s: float, first_s: float, cached_tokens: int
+) -> RequestTimes:
+    now_s = monotonic()
+    return RequestTimes(
+        arrival_s=request.arrival_s,
+        scheduled_s=scheduled_s,
+        first_token_s=first_s,
+        finished_s=now_s,
+        cached_tokens=cached_tokens,
+        queue_s=scheduled_s - request.arrival_s,
+        prefill_s=first_s - scheduled_s,
+        decode_s=now_s - first_s,
+    )
 
 
 def scored(token_id: int, top: int) -> TokenLogprobs:

@@ -144,7 +144,11 @@ def running_app(
         config=config,
         engine=FakeEngine(scripts, **engine_options),
         metrics=Metrics(),
-        request_log=RequestLog(config.server.request_log),
+        request_log=RequestLog(
+            config.server.request_log,
+            max_bytes=config.server.request_log_bytes,
+            files=config.server.request_log_files,
+        ),
         started_s=monotonic(),
         text=TextServices("tiny", tokenizer, ChatTemplate.load(folder, tokenizer)),
     )

@@ -438,6 +438,7 @@ def test_a_reader_that_never_takes_the_end_gives_its_place_back(tiny_folder, mon
         await ROUTES["POST", CHAT](services, request)
         assert request.was_dropped
         assert services.admission.sequences == 0
+        request.end()
         assert services.metrics.records[0].finish_reason == "slow_reader"
 
     run(main())

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tailrace.telemetry import request_log
-from tailrace.telemetry.request_log import RequestLog, RequestRecord
+from tailrace.telemetry.request_log import RequestLog, RequestRecord, rotated
 
 
 def record(request_id="r", **fields):
@@ -142,3 +142,92 @@ def test_writing_after_the_close_is_harmless(tmp_path):
     log.close()
     log.write(record())
     log.close()
+
+
+def written(path, names, **options):
+    log = RequestLog(str(path), **options)
+    for name in names:
+        log.write(record(name))
+    log.close()
+    assert log.dropped_total == 0
+
+
+def ids(path):
+    return [line["request_id"] for line in lines(path)]
+
+
+LINE_BYTES = len(msgspec.json.encode(record("r0"))) + 1
+
+
+def test_a_full_file_is_rotated_and_only_so_many_are_kept(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    written(path, [f"r{n}" for n in range(9)], max_bytes=2 * LINE_BYTES, files=2)
+    assert [file.name for file in rotated(path)] == [
+        "requests.jsonl.2",
+        "requests.jsonl.1",
+        "requests.jsonl",
+    ]
+    assert [ids(file) for file in rotated(path)] == [["r4", "r5"], ["r6", "r7"], ["r8"]]
+    assert all(file.stat().st_size <= 2 * LINE_BYTES for file in rotated(path))
+
+
+def test_a_file_of_an_earlier_run_counts_to_the_size(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    written(path, ["r0", "r1"], max_bytes=3 * LINE_BYTES)
+    written(path, ["r2", "r3"], max_bytes=3 * LINE_BYTES)
+    assert [ids(file) for file in rotated(path)] == [["r0", "r1", "r2"], ["r3"]]
+
+
+def test_a_line_longer_than_the_size_has_a_file_of_its_own(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    written(path, ["r0", "r1"], max_bytes=10)
+    assert [ids(file) for file in rotated(path)] == [["r0"], ["r1"]]
+
+
+def test_where_none_is_kept_a_full_file_begins_anew(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    written(path, ["r0", "r1", "r2"], max_bytes=2 * LINE_BYTES, files=0)
+    assert [ids(file) for file in rotated(path)] == [["r2"]]
+
+
+def test_two_writers_of_one_log_rotate_once_and_lose_nothing(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    logs = [RequestLog(str(path), max_bytes=5 * LINE_BYTES, files=20) for _ in range(2)]
+    for number in range(40):
+        logs[number % 2].write(record(f"r{number}"))
+    for log in logs:
+        log.close()
+    found = [name for file in rotated(path) for name in ids(file)]
+    assert sorted(found) == sorted(f"r{n}" for n in range(40))
+    assert all(len(ids(file)) >= 4 for file in rotated(path)[:-1])
+    assert sum(log.dropped_total for log in logs) == 0
+
+
+def test_a_device_is_never_rotated():
+    log = RequestLog("/dev/full", max_bytes=1, files=1)
+    log.write(record())
+    log.close()
+    assert log.dropped_total == 1
+
+
+def test_a_rotation_that_fails_costs_only_records(tmp_path, monkeypatch):
+    path = tmp_path / "requests.jsonl"
+
+    def fails(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(request_log, "_rotate", fails)
+    log = RequestLog(str(path), max_bytes=LINE_BYTES, files=1)
+    for name in ("r0", "r1", "r2"):
+        log.write(record(name))
+    log.close()
+    assert log.dropped_total == 2
+    assert ids(path) == ["r0"]
+
+
+def test_other_files_of_the_folder_are_no_part_of_a_log(tmp_path):
+    path = tmp_path / "a.jsonl"
+    for name in ("a.jsonl.1", "a.jsonl.10", "a.jsonl.2", "a.jsonl.bak", "aXjsonl.1", "b.jsonl"):
+        (tmp_path / name).touch()
+    assert [file.name for file in rotated(path)] == ["a.jsonl.10", "a.jsonl.2", "a.jsonl.1"]
+    assert rotated(tmp_path / "missing" / "a.jsonl") == []

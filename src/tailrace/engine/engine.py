@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import structlog
 
 from tailrace.engine.early_prompts import POOL_SHARE
+from tailrace.engine.phases import StepSums
 from tailrace.engine.sequence import Sequence, Status
 from tailrace.engine.step_meter import StepMeter
 from tailrace.engine.step_time import StepTimeModel
@@ -146,6 +147,7 @@ class Engine:
         self._in_flight: _InFlight | None = None
         self._last_done_s = 0.0
         self._counters = _Counters()
+        self._steps = StepSums()
 
     @property
     def has_work(self) -> bool:
@@ -339,8 +341,6 @@ class Engine:
         self.meter.add_schedule(chosen_s - begun_s)
         if not step.chunks:
             return None
-        for sequence in step.admitted:
-            sequence.scheduled_s = sequence.scheduled_s or chosen_s
         prepared = self.runner.prepare(step, self.scheduler.blocks)
         result = self._submit(self.runner.execute, prepared)
         load = self.runner.computed(step)
@@ -361,6 +361,7 @@ class Engine:
             result = in_flight.result.result().wait()
         except Exception as error:  # noqa: BLE001 -- whatever it was, only this step's requests fail
             self.runner.check_device()  # but where the device is lost: only a new process helps
+            self._last_done_s = self._clock()
             return self._fail_step(in_flight.step, error)
         now = self._clock()
         self._account(in_flight, result, now)
@@ -368,6 +369,7 @@ class Engine:
         sampled = 0
         for index, chunk in enumerate(in_flight.step.chunks):
             self._count_prefill(chunk)
+            self._settle(chunk, now)
             self._take_prompt_logprobs(chunk, result, index)
             row = sampled if chunk.samples else None
             sampled += chunk.samples
@@ -392,6 +394,24 @@ class Engine:
         self._counters.step_time_s = now - started
         self._counters.step_tokens = in_flight.step.num_tokens
         self._counters.busy_s += now - started
+        prompt_tokens = sum(chunk.prefill_tokens for chunk in in_flight.step.chunks)
+        self._steps.add(started, now, in_flight.step.num_tokens, prompt_tokens)
+
+    def _settle(self, chunk: Chunk, now: float) -> None:
+        """Account for a sequence's time up to the end of a step that had a chunk of its."""
+        sequence = chunk.sequence
+        is_early = sequence.status is Status.WAITING and not sequence.recover_to
+        if is_early or sequence.status in (Status.ARRIVING, Status.FINISHED):
+            return
+        if not sequence.spent.has_begun:
+            sequence.scheduled_s = self._steps.started_s
+        sequence.spent.settle(
+            now,
+            self._steps,
+            own_prompt_tokens=chunk.prefill_tokens,
+            has_token=sequence.num_output > 0,
+            is_recovering=sequence.is_recovering,
+        )
 
     def _count_prefill(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
@@ -421,6 +441,7 @@ class Engine:
             self.scheduler.retire(chunk)
             return self._finish(sequence, "error", now, error=result.errors[row])
         token_id = result.token_ids[row]
+        is_back = sequence.is_recovering
         sequence.token_ids.append(token_id)
         self.scheduler.commit(chunk)
         self._counters.generation_tokens += 1
@@ -436,7 +457,7 @@ class Engine:
             prompt_logprobs=self._prompt_logprobs(sequence) if first else None,
             finish_reason=reason,
             stop_token_id=token_id if reason == "stop" else None,
-            times=self._times(sequence, now) if reason or first else None,
+            times=self._times(sequence, now) if reason or first or is_back else None,
         )
         if reason is not None:
             self._let_go(sequence)
@@ -492,6 +513,8 @@ class Engine:
 
     @staticmethod
     def _times(sequence: Sequence, now: float) -> RequestTimes:
+        spent = sequence.spent
+        spent.end(now, has_token=sequence.num_output > 0, is_recovering=sequence.recover_to > 0)
         return RequestTimes(
             arrival_s=sequence.arrival_s,
             scheduled_s=sequence.scheduled_s,
@@ -499,4 +522,10 @@ class Engine:
             finished_s=now,
             preemptions=sequence.preemptions,
             cached_tokens=sequence.cached_tokens,
+            queue_s=spent.queue_s,
+            prefill_s=spent.prefill_s,
+            prefill_wait_s=spent.prefill_wait_s,
+            decode_s=spent.decode_s,
+            decode_wait_s=spent.decode_wait_s,
+            preempted_s=spent.preempted_s,
         )

@@ -68,6 +68,12 @@ class Chunk:
         """Positions to compute."""
         return self.end - self.start
 
+    @property
+    def prefill_tokens(self) -> int:
+        """Positions that are prefilled, for the first time or again: all but a decode's one."""
+        tokens = self.end - self.start
+        return tokens if tokens > 1 or self.start < self.sequence.num_prompt else 0
+
 
 @dataclass
 class Step:
@@ -232,6 +238,10 @@ class Scheduler:
         """Note that a chunk has run: its full blocks become findable in the prefix cache."""
         self.retire(chunk)
         sequence = chunk.sequence
+        if sequence.is_recovering and chunk.end >= sequence.recover_to:
+            # Who had a token is back with its next one.
+            is_back = chunk.samples or not sequence.num_output
+            sequence.recover_to = 0 if is_back else sequence.recover_to
         # Preempted or finished meanwhile: its units are gone. (Running again is impossible: a
         # preempted sequence is not admitted while it has steps in flight.)
         table = sequence.kv
@@ -412,6 +422,7 @@ class Scheduler:
         step.drop(victim)
         self._give_back(victim)
         victim.move("preempt")
+        victim.recover_to = max(victim.recover_to, victim.num_computed)
         victim.num_computed = 0
         victim.preemptions += 1
         self.preemptions_total += 1

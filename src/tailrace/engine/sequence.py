@@ -25,6 +25,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tailrace.engine.phases import Spent
 from tailrace.errors import EngineError
 from tailrace.types import SamplingParams
 
@@ -80,14 +81,20 @@ class Sequence:
     """Its units, while it runs."""
     expected_output: int = 0
     """Tokens of the whole answer, as guessed when it was last admitted or outgrew the guess."""
+    recover_to: int = 0
+    """Positions that a preemption took: until they are computed again it only catches up."""
     scheduled_s: float = 0.0
     first_token_s: float = 0.0
     prompt_counted: int = 0
     """Prompt positions before this one are in the counters; a preempted prompt counts once."""
+    spent: Spent = field(init=False)
     prompt_scored: int = 0
     """Prompt positions whose log-probabilities were asked of the runner."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     """What came back, the first prompt token's being None."""
+
+    def __post_init__(self) -> None:
+        self.spent = Spent(self.arrival_s)
 
     @classmethod
     def from_request(cls, request: EngineRequest, context_length: int) -> Sequence:
@@ -141,6 +148,11 @@ class Sequence:
         return self.num_output + self.pending_tokens < self.max_output
 
     @property
+    def is_recovering(self) -> bool:
+        """Whether it runs again after a preemption, and is not yet where it was."""
+        return self.recover_to > 0 and self.status is Status.RUNNING
+
+    @property
     def order(self) -> tuple[int, float, str]:
         """Who comes first: priority, then age; the id makes it total."""
         return (self.priority, self.arrival_s, self.request_id)
@@ -169,5 +181,6 @@ def _take(sequence: Sequence, request: EngineRequest, context_length: int) -> No
     sequence.sampling = request.sampling
     sequence.max_output = min(request.sampling.max_tokens, context_length - sequence.num_prompt)
     sequence.arrival_s = request.arrival_s
+    sequence.spent = Spent(request.arrival_s)  # what was computed before cost it no time
     sequence.priority = request.priority
     sequence.cache_salt = _salt_of(request)

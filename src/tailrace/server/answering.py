@@ -20,6 +20,7 @@ import structlog
 from tailrace.errors import RequestError, TailraceError
 from tailrace.server.emitter import Channel, Emitter
 from tailrace.server.generation import Generation
+from tailrace.server.record_keeping import keep_record
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
@@ -76,7 +77,14 @@ async def answer(
     Raises:
         RequestError: It failed before anything was sent.
     """
-    generation = Generation(services, text.tokenizer, job)
+    generation = Generation(
+        services,
+        text.tokenizer,
+        job,
+        timeline=request.timeline,
+        wants_metrics=job.terms.returns_metrics or request.wants_timing,
+    )
+    request.at_end(lambda delivered_s: keep_record(services, request, generation, delivered_s))
     try:
         generation.start()
         if job.terms.is_streaming:
@@ -93,9 +101,6 @@ async def answer(
     finally:
         # Only what was cut off is still open here: the client went, or the server ends.
         generation.close("disconnect")
-        record = generation.record(request.request_id)
-        services.metrics.observe_request(record)
-        services.request_log.write(record)
 
 
 async def _whole(request: Request, generation: Generation, form: Format) -> None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from msgspec import UNSET
+
 from tailrace.server.anthropic_protocol import Message, MessageUsage, TextBlock
 from tailrace.server.error_bodies import anthropic_error
 from tailrace.server.openai_format import json_bytes
@@ -64,7 +66,7 @@ class MessageFormat:
         return (
             (b"" if self._has_begun else self._begin())
             + _event("content_block_stop", index=0)
-            + _event("message_delta", delta=delta, usage=_usage(generation))
+            + _event("message_delta", delta=delta, usage=_usage(generation), **_asked(generation))
             + _event("message_stop")
         )
 
@@ -77,6 +79,7 @@ class MessageFormat:
         piece = pieces[0]
         message = self._message([TextBlock(text=piece.text)], _usage(generation))
         message.stop_reason, message.stop_sequence = self._stop(piece)
+        message.metrics = generation.metrics()
         return json_bytes(message)
 
     def _begin(self) -> bytes:
@@ -105,6 +108,11 @@ def _usage(generation: Generation) -> MessageUsage:
         cache_read_input_tokens=cached,
         output_tokens=generation.completion_tokens,
     )
+
+
+def _asked(generation: Generation) -> dict[str, Any]:
+    metrics = generation.metrics()
+    return {} if metrics is UNSET else {"metrics": metrics}
 
 
 def _event(kind: str, **fields: Any) -> bytes:

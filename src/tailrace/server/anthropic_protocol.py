@@ -9,6 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
+
+from tailrace.server.protocol import AnswerMetrics
 
 
 class Metadata(msgspec.Struct):
@@ -80,3 +83,4 @@ class Message(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
     stop_sequence: str | None = None
     stop_details: None = None
     container: None = None
+    metrics: AnswerMetrics | UnsetType = UNSET

@@ -19,6 +19,7 @@ from tailrace.server.auth import check_key
 from tailrace.server.cors import allow_origin, answer_preflight, is_preflight
 from tailrace.server.http import Request
 from tailrace.server.ingest import ClientGoneError
+from tailrace.server.record_keeping import keep_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -36,6 +37,13 @@ ROUTES: dict[tuple[str, str], Handler] = {
     **routes_text.ROUTES,
     **routes_operations.ROUTES,
 }
+_GENERATING = frozenset(
+    route
+    for room in (routes_openai, routes_messages, routes_responses, routes_generate)
+    for route in room.ROUTES
+    if route != routes_messages.COUNT_ROUTE
+)
+"""Of which every request gets a record."""
 
 
 def create_app(services: Services) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
@@ -45,6 +53,7 @@ def create_app(services: Services) -> Callable[[Scope, Receive, Send], Awaitable
         if scope["type"] != "http":
             raise RuntimeError(f"no {scope['type']} here")
         request = Request(scope, receive, send, services.config.server)
+        refusal: RequestError | None = None
         try:
             await _answer(services, request)
         except ClientGoneError:
@@ -54,9 +63,19 @@ def create_app(services: Services) -> Callable[[Scope, Receive, Send], Awaitable
                 log.exception("request_failed", path=request.path, request_id=request.request_id)
                 error = RequestError("the server failed at this request", status=500)
             services.metrics.count_error(error.status)
+            refusal = error
             await _answer_error(request, error)
+        finally:
+            if not request.has_account and _asks_for_text(request):
+                request.at_end(lambda end_s: keep_refusal(services, request, refusal, end_s))
+            request.end()
 
     return app
+
+
+def _asks_for_text(request: Request) -> bool:
+    """Whether its kind goes to the engine, so that its refusal is worth a record."""
+    return (request.method, request.path) in _GENERATING
 
 
 async def _answer(services: Services, request: Request) -> None:

@@ -52,7 +52,7 @@ async def chat_job(
         limits: Of the server and the model.
         job_id: The request's id, as its answer names it.
         route: For the log and the metrics.
-        received_s: When the HTTP request's head had come.
+        received_s: When the HTTP request's first byte had come.
         max_tokens: Most to generate; None: all that fits.
         max_tokens_name: The client's name for it.
         prompt_name: The client's name for the messages.

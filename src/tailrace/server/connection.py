@@ -4,7 +4,8 @@ A deadline and a bound for request heads: uvicorn closes idle connections betwee
 not one whose request head never completes, and it bounds a head by memory alone.
 An end for clients that do not take an answer: uvicorn closes such a connection, but a close waits
 for what is still to be written, for ever.
-A way to drop a connection, and to know whether it takes bytes now: see http.py.
+A way to drop a connection, to know whether it takes bytes now, when a request's first byte came,
+and when the kernel has its answer's last: see http.py.
 Bodies beside an offer to upgrade, which Java's HttpClient and `curl --http2` make with every
 request: httptools passes over such a body and would take it for the next request.
 """
@@ -17,10 +18,17 @@ from typing import TYPE_CHECKING, Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tailrace.server.http import DROP_EXTENSION, FREE_EXTENSION
+from tailrace.clock import monotonic
+from tailrace.server.http import (
+    ARRIVAL_EXTENSION,
+    DRAINED_EXTENSION,
+    DROP_EXTENSION,
+    FREE_EXTENSION,
+)
 
 if TYPE_CHECKING:
     from asyncio import TimerHandle
+    from collections.abc import Callable
 
 MAX_HEAD_BYTES = 64 * 1024
 _ALONE = b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -62,6 +70,8 @@ class Connection(HttpToolsProtocol):
         self._has_begun = False
         self._is_replaying = False
         self._delivery_timer: TimerHandle | None = None
+        self._first_byte_s = 0.0
+        self._awaiting_drain: list[Callable[[float], None]] = []
 
     def connection_made(self, transport: Any) -> None:
         """Start the first head's deadline."""
@@ -73,7 +83,15 @@ class Connection(HttpToolsProtocol):
         self._end_head()
         if self._delivery_timer is not None:
             self._delivery_timer.cancel()
+        self._tell_drained()  # as far as it will ever be
         super().connection_lost(exc)
+
+    def resume_writing(self) -> None:
+        """The kernel has taken what waited."""
+        super().resume_writing()
+        if self._awaiting_drain and not self.transport.get_write_buffer_size():
+            self.transport.set_write_buffer_limits()  # the usual ones
+            self._tell_drained()
 
     def data_received(self, data: bytes) -> None:
         """Count a head's bytes before the parser stores them."""
@@ -98,6 +116,7 @@ class Connection(HttpToolsProtocol):
         if self._is_replaying:
             return
         super().on_message_begin()
+        self._first_byte_s = monotonic()
         self._has_begun = True
         if not self._in_head:
             self._start_head()
@@ -133,6 +152,8 @@ class Connection(HttpToolsProtocol):
         self.scope["extensions"] = {
             DROP_EXTENSION: {"call": self.transport.abort},
             FREE_EXTENSION: {"call": self._is_free},
+            ARRIVAL_EXTENSION: {"at_s": self._first_byte_s},
+            DRAINED_EXTENSION: {"call": self._when_drained},
         }
         super().on_headers_complete()
 
@@ -226,6 +247,23 @@ class Connection(HttpToolsProtocol):
         if answer and not self._is_answering():
             self.transport.write(answer)
         self.transport.close()
+
+    def _when_drained(self, told: Callable[[float], None]) -> None:
+        """Call `told` with the time once the kernel has all that was written, or never will."""
+        transport = self.transport
+        if not transport.get_write_buffer_size():
+            told(monotonic())
+            return
+        self._awaiting_drain.append(told)
+        if not transport.is_closing():  # else its end tells
+            # The transport pauses us at once, and resumes when nothing waits any more.
+            transport.set_write_buffer_limits(high=0)
+
+    def _tell_drained(self) -> None:
+        awaiting, self._awaiting_drain = self._awaiting_drain, []
+        now_s = monotonic()
+        for told in awaiting:
+            told(now_s)
 
     def _is_free(self) -> bool:
         return not self.flow.write_paused

@@ -6,8 +6,10 @@ Rules
 1. Whatever ends a generation (end, error, disconnect, slow reader), `close` aborts what is still
    open at the engine; it is safe to call twice, and the first reason counts.
 2. A stop string ends a choice here, so the engine is told at once.
-3. Times are monotonic. What only the engine knows (when it was scheduled) comes with its last
-   output, hence is missing for a choice that a stop string ended.
+3. Times are monotonic. What only the engine knows comes with a sequence's first output, the first
+   one after a preemption, and the last; a choice that a stop string ended lacks the last.
+4. Of several sequences, the one that came first tells the time to the first token, the one that
+   ended last the whole time: the request's own critical path.
 """
 
 from __future__ import annotations
@@ -16,25 +18,31 @@ import asyncio
 import contextlib
 import time
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from msgspec import UNSET
 
 from tailrace.clock import monotonic
 from tailrace.errors import RequestError
 from tailrace.server.choice import Choice, Piece
 from tailrace.server.engine_client import EngineState
-from tailrace.server.protocol import PromptTokensDetails, Usage
+from tailrace.server.protocol import AnswerMetrics, PromptTokensDetails, Usage
 from tailrace.server.sampling import for_choice
+from tailrace.server.timeline import Timeline
 from tailrace.telemetry.request_log import RequestRecord
 from tailrace.types import EngineRequest
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
+    from msgspec import UnsetType
+
     from tailrace.clock import Clock
     from tailrace.server.engine_client import OutputQueue
     from tailrace.server.prompts import Prompt
     from tailrace.server.sampling import Terms
     from tailrace.server.services import Services
+    from tailrace.telemetry.phases import Phases
     from tailrace.text.tokenizer import Tokenizer
     from tailrace.types import RequestTimes, SamplingParams, TokenOutput
 
@@ -59,8 +67,10 @@ class Job:
     drops_output: bool = False
     """Of a request for no tokens: the one that the engine must make is thrown away."""
     received_s: float
-    """When the HTTP request's head had come."""
+    """When the HTTP request's first byte had come."""
     prompt_ready_s: float
+    predicted_ttft_s: float | None = None
+    """As admission expected it; None where nothing was predicted."""
 
     @property
     def n(self) -> int:
@@ -85,6 +95,7 @@ class Times:
     """First token of any choice, as this process got it."""
     last_token_s: float | None = None
     finished_s: float | None = None
+    """The engine was done with it, or told to be."""
 
 
 @dataclass
@@ -95,7 +106,19 @@ class _Member:
     choice: Choice
     queue: OutputQueue
     last_token_s: float | None = None
+    first: RequestTimes | None = None
+    """As the engine told with the first token."""
     times: RequestTimes | None = None
+    is_told_whole: bool = False
+    """Whether that is the engine's last word."""
+
+    def made_s(self, closed_s: float) -> float:
+        """Return when the engine was done with it, as far as one can know."""
+        if self.times is not None and self.is_told_whole:
+            return self.times.finished_s
+        if self.choice.is_finished and self.last_token_s is not None:
+            return self.last_token_s
+        return closed_s
 
 
 @dataclass
@@ -107,12 +130,16 @@ class Generation:
         tokenizer: The model's.
         job: What to generate.
         clock: Monotonic seconds.
+        timeline: The HTTP request's; None makes one that begins with the job.
+        wants_metrics: Whether the answer tells where its time went.
     """
 
     services: Services
     tokenizer: Tokenizer
     job: Job
     clock: Clock = monotonic
+    timeline: Timeline | None = None
+    wants_metrics: bool = False
     completion_tokens: int = 0
     finish_reason: str = ""
     """Why it ended: stop, length, or what `close` was told."""
@@ -120,7 +147,8 @@ class Generation:
     _is_closed: bool = False
 
     def __post_init__(self) -> None:
-        self.times = Times(self.job.received_s, self.job.prompt_ready_s)
+        self._timeline = self.timeline or Timeline(self.job.received_s, self.clock)
+        self.times = Times(self._timeline.received_s, self.job.prompt_ready_s)
 
     def start(self) -> None:
         """Submit every sequence.
@@ -128,7 +156,7 @@ class Generation:
         Raises:
             RequestError: The engine is not ready.
         """
-        self.times.submitted_s = self.clock()
+        self.times.submitted_s = self._timeline.submit()
         for index in range(len(self.job.prompts) * self.job.n):
             self._submit(index)
 
@@ -199,8 +227,36 @@ class Generation:
         if still_open:
             self.services.engine.abort(still_open)
 
-    def record(self, http_request_id: str = "") -> RequestRecord:
-        """Return what became of the request, for the log and the metrics."""
+    def metrics(self) -> AnswerMetrics | UnsetType:
+        """Return where the time went until now, for an answer that shall tell; else UNSET."""
+        if not self.wants_metrics:
+            return UNSET
+        now_s = self.clock()
+        first = self._to_first_token()
+        return AnswerMetrics(
+            e2e_s=now_s - self.times.received_s,
+            ttft_s=None if first is None else first.total_s,
+            predicted_ttft_s=UNSET
+            if self.job.predicted_ttft_s is None
+            else self.job.predicted_ttft_s,
+            phases=self._phases(now_s),
+            ttft_phases=first,
+        )
+
+    def record(
+        self, http_request_id: str = "", *, status: int = 200, delivered_s: float | None = None
+    ) -> RequestRecord:
+        """Return what became of the request, for the log and the metrics.
+
+        Args:
+            http_request_id: See `RequestRecord`.
+            status: The answer's.
+            delivered_s: When the kernel had its last byte, or the client was gone; None: now.
+        """
+        closed_s = self.times.finished_s or self.clock()
+        end_s = max(closed_s, delivered_s or 0.0)
+        stamps = asdict(self.times) | {"finished_s": end_s}
+        told = self._told(closed_s)
         return RequestRecord(
             request_id=self.job.request_id,
             http_request_id=http_request_id,
@@ -214,12 +270,36 @@ class Generation:
             choices=len(self.job.prompts) * self.job.n,
             is_streaming=self.job.terms.is_streaming,
             finish_reason=self.finish_reason,
-            **self._stamps(),
+            status=status,
+            predicted_ttft_s=self.job.predicted_ttft_s,
+            phases=self._phases(end_s),
+            ttft_phases=self._to_first_token(),
+            decode_wait_s=told.times.decode_wait_s if told and told.times else 0.0,
+            **stamps,
         )
 
-    def _stamps(self) -> dict[str, Any]:
-        stamps = asdict(self.times)
-        return stamps | {"finished_s": stamps["finished_s"] or self.clock()}
+    def _told(self, closed_s: float) -> _Member | None:
+        """Return the sequence that ended last: it tells the whole time."""
+        return max(self._members, key=lambda member: member.made_s(closed_s), default=None)
+
+    def _phases(self, end_s: float) -> Phases:
+        closed_s = self.times.finished_s or end_s
+        told = self._told(closed_s)
+        if told is None:
+            return self._timeline.phases(None, closed_s, end_s)
+        return self._timeline.phases(told.times, told.made_s(closed_s), end_s)
+
+    def _to_first_token(self) -> Phases | None:
+        """Divide the time to the first token: of a stream, to its first event at the socket."""
+        first_s = self.times.first_token_s
+        if first_s is None:
+            return None
+        told = [member.first for member in self._members if member.first is not None]
+        first = min(told, key=lambda times: times.first_token_s, default=None)
+        begun_s = self._timeline.begun_s if self.job.terms.is_streaming else None
+        end_s = max(first_s, begun_s or 0.0)
+        made_s = first_s if first is None else first.first_token_s
+        return self._timeline.phases(first, made_s, end_s)
 
     def _submit(self, index: int) -> None:
         job = self.job
@@ -293,12 +373,15 @@ class Generation:
     def _stamp(self, member: _Member, output: TokenOutput) -> None:
         if output.times is not None:
             member.times = output.times
+            member.first = member.first or output.times
+            member.is_told_whole = output.finish_reason is not None
             earliest = self.times.scheduled_s
             if earliest is None or output.times.scheduled_s < earliest:
                 self.times.scheduled_s = output.times.scheduled_s
         if not output.token_ids:
             return
         now = self.clock()
+        self._timeline.token_came()
         if self.times.first_token_s is None:
             self.times.first_token_s = now
         if member.last_token_s is not None:

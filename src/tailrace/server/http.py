@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from tailrace.clock import monotonic
 from tailrace.errors import RequestError
 from tailrace.server import ingest
 from tailrace.server.error_bodies import anthropic_error, openai_error, speaks_anthropic
+from tailrace.server.timeline import Timeline
 
 if TYPE_CHECKING:
     from tailrace.config import ServerConfig
@@ -28,6 +30,15 @@ DROP_EXTENSION = "tailrace.drop"
 FREE_EXTENSION = "tailrace.free"
 """In the scope's extensions; its "call" says whether a send would be done at once."""
 
+ARRIVAL_EXTENSION = "tailrace.arrival"
+"""In the scope's extensions; its "at_s" is when the request's first byte came, monotonic."""
+
+DRAINED_EXTENSION = "tailrace.drained"
+"""In the scope's extensions; its "call" takes a function, which it calls with the time when the
+kernel has everything that was written, or the connection is gone."""
+
+TIMING_HEADER = "x-tailrace-timing"
+
 _T = TypeVar("_T")
 _REQUEST_ID_CHARS = 128
 
@@ -41,6 +52,9 @@ class Request:
         headers: By lower-case name; the last of equal names counts.
         request_id: The client's X-Request-Id, or one of ours.
         is_answered: Whether the head of an answer was sent.
+        status: Of that answer; 0 before.
+        wants_timing: Whether the answer shall tell where its time went.
+        timeline: Where that was, so far.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, config: ServerConfig) -> None:
@@ -52,6 +66,8 @@ class Request:
         }
         self.request_id = _request_id(self.headers.get("x-request-id"))
         self.is_answered = False
+        self.status = 0
+        self.wants_timing = self.headers.get(TIMING_HEADER, "").lower() in ("1", "true")
         self._has_body = False
         header_id = self.request_id.encode("latin-1")
         self._extra_headers: list[Header] = [(b"x-request-id", header_id)]
@@ -60,6 +76,14 @@ class Request:
         extensions = scope.get("extensions", {})
         self._drop: Callable[[], None] | None = extensions.get(DROP_EXTENSION, {}).get("call")
         self._is_free: Callable[[], bool] = extensions.get(FREE_EXTENSION, {}).get("call", _never)
+        self._when_drained: Callable[[Callable[[float], None]], None] = extensions.get(
+            DRAINED_EXTENSION, {}
+        ).get("call", _at_once)
+        arrival_s = extensions.get(ARRIVAL_EXTENSION, {}).get("at_s")
+        self.timeline = Timeline(monotonic() if arrival_s is None else arrival_s)
+        self._at_end: Callable[[float], None] | None = None
+        self._delivered_s: float | None = None
+        self._awaits_delivery = False
         self._receive = receive
         self._send = send
         self._config = config
@@ -91,6 +115,7 @@ class Request:
             see=see,
         )
         self._has_body = True
+        self.timeline.enter("tokenise")
         return body
 
     async def decode(self, kind: type[_T], see: Callable[[bytearray], None] | None = None) -> _T:
@@ -127,13 +152,12 @@ class Request:
         """Answer with one body."""
         length = str(len(data)).encode()
         await self._start(status, [(b"content-type", content_type), (b"content-length", length)])
-        body = b"" if self.method == "HEAD" else data
-        await self._send({"type": "http.response.body", "body": body})
+        await self.finish(b"" if self.method == "HEAD" else data)
 
     async def send_nothing(self) -> None:
         """Answer 204, which has neither a body nor its headers."""
         await self._start(204, [])
-        await self._send({"type": "http.response.body", "body": b""})
+        await self.finish()
 
     async def send_error(self, error: RequestError) -> None:
         """Answer with an error, in the shape that the path's clients expect."""
@@ -160,7 +184,7 @@ class Request:
 
     async def write(self, data: bytes) -> None:
         """Send a part of a stream; blocks while the client is behind."""
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        await self._send_part({"type": "http.response.body", "body": data, "more_body": True})
 
     def is_free(self) -> bool:
         """Whether `write_now` may be called: the client is not behind."""
@@ -178,10 +202,47 @@ class Request:
 
     async def finish(self, data: bytes = b"") -> None:
         """Send a stream's last part."""
-        await self._send({"type": "http.response.body", "body": data})
+        await self._send_part({"type": "http.response.body", "body": data})
+        self.timeline.is_complete = True
+        self._when_drained(self._note_delivery)
+
+    def at_end(self, told: Callable[[float], None]) -> None:
+        """Have `told` called at the end, with the time at which the kernel had the last byte."""
+        self._at_end = told
+
+    @property
+    def has_account(self) -> bool:
+        """Whether anybody wants to know of the end."""
+        return self._at_end is not None
+
+    def end(self) -> None:
+        """Say that nothing more is sent: who asked is told, once the kernel has all of it."""
+        told = self._at_end
+        if told is None:
+            return
+        if self._delivered_s is not None:
+            told(self._delivered_s)
+        elif self.timeline.is_complete:
+            self._awaits_delivery = True
+        else:  # cut off: there is nothing to wait for
+            told(monotonic())
+
+    def _note_delivery(self, at_s: float) -> None:
+        self._delivered_s = at_s
+        if self._awaits_delivery and self._at_end is not None:
+            self._at_end(at_s)
+
+    async def _send_part(self, message: Message) -> None:
+        self.timeline.send_began()
+        try:
+            await self._send(message)
+        finally:
+            self.timeline.send_ended()
 
     async def _start(self, status: int, headers: list[Header]) -> None:
         self.is_answered = True
+        self.status = status
+        self.timeline.enter("emit")
         if not self._has_body and self._brings_body():
             # Bytes of an unread body may follow: this connection serves no further request.
             headers.append((b"connection", b"close"))
@@ -199,6 +260,10 @@ Handler = Callable[["Services", Request], Awaitable[None]]
 
 def _never() -> bool:
     return False
+
+
+def _at_once(told: Callable[[float], None]) -> None:
+    told(monotonic())
 
 
 def _run_now(sending: Coroutine[Any, Any, None]) -> None:

@@ -1,8 +1,8 @@
 """Pieces to OpenAI's answers: whole ones, and the events of a stream.
 
 A stream is: (chat) a role chunk for each choice, text chunks, one finish_reason for each choice,
-with `include_usage` a chunk without choices, `[DONE]`. The first chunk of a completion with `echo`
-is its prompt.
+with `include_usage`, or asked for metrics, a chunk without choices, `[DONE]`. The first chunk of a
+completion with `echo` is its prompt.
 """
 
 from __future__ import annotations
@@ -84,15 +84,24 @@ class OpenAIFormat:
 
     def tail(self, kind: str, generation: Generation) -> bytes:
         """Return the end of a stream."""
-        if not self.includes_usage:
+        metrics = generation.metrics()
+        if not self.includes_usage and metrics is UNSET:
             return DONE
         chunk = self.envelope(kind, [])
-        chunk.usage = generation.usage()
+        if self.includes_usage:
+            chunk.usage = generation.usage()
+        chunk.metrics = metrics
         return event(chunk) + DONE
 
     def failure(self, error: RequestError) -> bytes:
         """Return a failed stream's end."""
         return error_event(error)
+
+    @staticmethod
+    def complete(answer: Answer, generation: Generation) -> None:
+        """Tell in a whole answer what it cost."""
+        answer.usage = generation.usage()
+        answer.metrics = generation.metrics()
 
     def begins(self, index: int) -> bool:
         """Say whether this is the choice's first piece; True once."""
@@ -146,7 +155,7 @@ class CompletionFormat(OpenAIFormat):
     def whole(self, pieces: list[Piece], generation: Generation) -> bytes:
         """Return the answer that does not stream."""
         answer = self.envelope(self.kind, [self._whole_choice(piece) for piece in pieces])
-        answer.usage = generation.usage()
+        self.complete(answer, generation)
         return json_bytes(answer)
 
     def _whole_choice(self, piece: Piece) -> CompletionChoice:
@@ -228,7 +237,7 @@ class ChatFormat(OpenAIFormat):
     def whole(self, pieces: list[Piece], generation: Generation) -> bytes:
         """Return the answer that does not stream."""
         answer = self.envelope("chat.completion", [self._whole_choice(piece) for piece in pieces])
-        answer.usage = generation.usage()
+        self.complete(answer, generation)
         answer.prompt_token_ids = self.prompt_ids(0)
         answer.prompt_logprobs = self.prompt_scores(pieces[0])
         return json_bytes(answer)

@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from tailrace.telemetry.phases import Phases
+
 PromptInput = str | list[str | int | list[int]]
 """A text, token ids, or a list of either."""
 
@@ -48,6 +50,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    return_metrics: bool | None = None
 
 
 class OpenAIFields(SamplingFields, kw_only=True):
@@ -232,6 +235,21 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
+class AnswerMetrics(msgspec.Struct, kw_only=True):
+    """Where a request's time went, up to the moment at which this was written."""
+
+    e2e_s: float
+    """From the request's first byte."""
+    ttft_s: float | None
+    """From there to the first token: of a stream, to its first event; null: none was made."""
+    predicted_ttft_s: float | UnsetType = UNSET
+    """As admission expected it, where it did."""
+    phases: Phases
+    """Seconds; they add up to `e2e_s`."""
+    ttft_phases: Phases | None
+    """Seconds; they add up to `ttft_s`."""
+
+
 class Answer(msgspec.Struct, kw_only=True):
     """The envelope of OpenAI's answers and of each event of a stream."""
 
@@ -244,6 +262,7 @@ class Answer(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    metrics: AnswerMetrics | UnsetType = UNSET
 
 
 class GenerateMetrics(msgspec.Struct, kw_only=True):
@@ -254,6 +273,12 @@ class GenerateMetrics(msgspec.Struct, kw_only=True):
     queue_ms: float | None
     prefill_ms: float | None
     decode_ms: float | None
+    e2e_s: float | UnsetType = UNSET
+    """This and the rest as in `AnswerMetrics`, where it was asked for."""
+    ttft_s: float | UnsetType | None = UNSET
+    predicted_ttft_s: float | UnsetType = UNSET
+    phases: Phases | UnsetType = UNSET
+    ttft_phases: Phases | UnsetType | None = UNSET
 
 
 class GenerateAnswer(msgspec.Struct, kw_only=True):

@@ -142,6 +142,7 @@ class ResponseFormat:
             incomplete_details=IncompleteDetails("max_output_tokens") if is_cut else None,
             output=[OutputMessage(id=self.message_id, status=status, content=[text])],
             usage=_usage(generation),
+            metrics=generation.metrics(),
         )
 
     def _scored(self, piece: Piece) -> list[ChatTokenLogprob]:

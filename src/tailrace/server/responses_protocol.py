@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from tailrace.server.protocol import ChatTokenLogprob, SamplingFields
+from tailrace.server.protocol import AnswerMetrics, ChatTokenLogprob, SamplingFields
 
 
 class TextConfig(msgspec.Struct):
@@ -140,3 +141,4 @@ class Response(msgspec.Struct, kw_only=True):
     reasoning: dict[str, None] = msgspec.field(
         default_factory=lambda: {"effort": None, "summary": None}
     )
+    metrics: AnswerMetrics | UnsetType = UNSET

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec import UNSET
 
 from tailrace.clock import monotonic
 from tailrace.errors import RequestError
@@ -23,6 +24,7 @@ from tailrace.server.generation import Job
 from tailrace.server.openai_format import DONE, error_event, event, json_bytes
 from tailrace.server.prompts import encode_prompts
 from tailrace.server.protocol import (
+    AnswerMetrics,
     GenerateAnswer,
     GenerateBody,
     GenerateMetrics,
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
 
 async def generate(services: Services, request: Request) -> None:
     """POST /generate."""
-    received_s = monotonic()
+    received_s = request.timeline.received_s
     with early_prompt(services, "gen", "prompt", "text") as early:
         body = await request.decode(GenerateBody, early.see)
         text, limits = check_open(services)
@@ -56,7 +58,9 @@ async def generate(services: Services, request: Request) -> None:
         params = body.sampling_params
         with _named_by_sglang() if params is not None else contextlib.nullcontext():
             body = body if params is None else _from_sglang(body, params)
+            request.timeline.enter("admission")
             with services.admission.admitted(1, services.places):
+                request.timeline.enter("tokenise")
                 job = await _job(body, text, limits, received_s, early)
                 await answer(services, request, text, job, GenerateFormat())
 
@@ -79,9 +83,13 @@ class GenerateFormat:
         ends_without_text = piece.finish_reason == "stop" and not piece.text
         return b"" if ends_without_text else event({"token": piece.text})
 
-    def closing(self, generation: Generation) -> bytes:  # noqa: ARG002 -- as every Format
-        """Return the stream's last event."""
-        return DONE
+    def closing(self, generation: Generation) -> bytes:
+        """Return the stream's last event, before it the metrics where they were asked for."""
+        metrics = generation.metrics()
+        if metrics is UNSET:
+            return DONE
+        # Clients read "token" of every event.
+        return event({"token": "", "metrics": metrics}) + DONE
 
     def failure(self, error: RequestError) -> bytes:
         """Return a failed stream's end."""
@@ -103,12 +111,15 @@ class GenerateFormat:
 
 def _metrics(generation: Generation) -> GenerateMetrics:
     times = generation.times
+    asked = generation.metrics()
+    known = msgspec.structs.asdict(asked) if isinstance(asked, AnswerMetrics) else {}
     return GenerateMetrics(
         request_latency_ms=_ms(times.received_s, times.finished_s) or 0.0,
         ttft_ms=_ms(times.received_s, times.first_token_s),
         queue_ms=_ms(times.submitted_s, times.scheduled_s),
         prefill_ms=_ms(times.scheduled_s, times.first_token_s),
         decode_ms=_ms(times.first_token_s, times.last_token_s),
+        **known,
     )
 
 

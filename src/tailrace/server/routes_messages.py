@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 from typing import TYPE_CHECKING
 
-from tailrace.clock import monotonic
 from tailrace.errors import RequestError
 from tailrace.server.admission import check_model, check_open
 from tailrace.server.answering import answer
@@ -23,12 +22,14 @@ if TYPE_CHECKING:
 
 async def messages(services: Services, request: Request) -> None:
     """POST /v1/messages."""
-    received_s = monotonic()
+    received_s = request.timeline.received_s
     body = await request.decode(MessagesBody)
     text, limits = check_open(services)
     _check_model(body, text)
     chat = sampled_chat_of(body)
+    request.timeline.enter("admission")
     with services.admission.admitted(1, services.places):
+        request.timeline.enter("tokenise")
         asked_tokens = read_max_tokens("max_tokens", body.max_tokens) or 0
         job = await chat_job(
             chat,
@@ -67,7 +68,8 @@ def _check_model(body: CountTokensBody, text: TextServices) -> None:
     check_model(body.model, text)
 
 
+COUNT_ROUTE = ("POST", ANTHROPIC_PATH + "/count_tokens")
 ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", ANTHROPIC_PATH): messages,
-    ("POST", ANTHROPIC_PATH + "/count_tokens"): count_tokens,
+    COUNT_ROUTE: count_tokens,
 }

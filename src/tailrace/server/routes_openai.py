@@ -50,7 +50,7 @@ _STRUCTURED = (
 
 async def completions(services: Services, request: Request) -> None:
     """POST /v1/completions."""
-    received_s = monotonic()
+    received_s = request.timeline.received_s
     with early_prompt(services, "cmpl", "prompt") as early:
         body = await request.decode(CompletionBody, early.see)
         text, limits = check_open(services)
@@ -59,7 +59,10 @@ async def completions(services: Services, request: Request) -> None:
         is_long = isinstance(body.prompt, list) and len(body.prompt) > INLINE_CHARS
         parts = await off_loop_if(is_long, lambda: split_prompts(body.prompt))
         choices = _read_choices(body, limits)
-        with services.admission.admitted(check_fan_out(len(parts), choices), services.places):
+        sequences = check_fan_out(len(parts), choices)
+        request.timeline.enter("admission")
+        with services.admission.admitted(sequences, services.places):
+            request.timeline.enter("tokenise")
             job, form = await _completion_job(
                 body, parts, text, limits, received_s=received_s, early=early
             )
@@ -68,14 +71,17 @@ async def completions(services: Services, request: Request) -> None:
 
 async def chat_completions(services: Services, request: Request) -> None:
     """POST /v1/chat/completions."""
-    received_s = monotonic()
+    received_s = request.timeline.received_s
     with early_chat(services, "chatcmpl") as early:
         body = await request.decode(ChatBody, early.see)
         text, limits = check_open(services)
         check_model(body.model, text)
         _check_openai(body)
         _check_tools(body)
-        with services.admission.admitted(read_n(body, limits), services.places):
+        choices = read_n(body, limits)
+        request.timeline.enter("admission")
+        with services.admission.admitted(choices, services.places):
+            request.timeline.enter("tokenise")
             job, form = await _chat_job(body, text, limits, received_s, early)
             await answer(services, request, text, job, form)
 

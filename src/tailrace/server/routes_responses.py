@@ -6,7 +6,6 @@ import time
 import uuid
 from typing import TYPE_CHECKING
 
-from tailrace.clock import monotonic
 from tailrace.errors import RequestError
 from tailrace.server.admission import check_model, check_open
 from tailrace.server.answering import answer
@@ -26,7 +25,7 @@ PATH = "/v1/responses"
 
 async def responses(services: Services, request: Request) -> None:
     """POST /v1/responses."""
-    received_s = monotonic()
+    received_s = request.timeline.received_s
     body = await request.decode(ResponsesBody)
     text, limits = check_open(services)
     if not body.model:
@@ -38,7 +37,9 @@ async def responses(services: Services, request: Request) -> None:
     top_logprobs = read_logprobs("top_logprobs", body.top_logprobs, limits) or 0
     is_scored = wants_logprobs(body)
     sampling = read_sampling(chat, limits, logprobs=top_logprobs if is_scored else None)
+    request.timeline.enter("admission")
     with services.admission.admitted(1, services.places):
+        request.timeline.enter("tokenise")
         job = await chat_job(
             chat,
             sampling,

@@ -56,6 +56,8 @@ class Terms:
     priority: int = 0
     cache_salt: str = ""
     is_streaming: bool = False
+    returns_metrics: bool = False
+    """Whether the answer tells where its time went."""
 
 
 def read_terms(body: SamplingFields, limits: Limits) -> Terms:
@@ -70,6 +72,7 @@ def read_terms(body: SamplingFields, limits: Limits) -> Terms:
         priority=_integer("priority", body.priority, -_MAX_PRIORITY, _MAX_PRIORITY, 0),
         cache_salt=_cache_salt(body.cache_salt or ""),
         is_streaming=bool(body.stream),
+        returns_metrics=bool(body.return_metrics),
     )
 
 

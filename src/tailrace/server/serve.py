@@ -105,7 +105,11 @@ def _assemble(config: Config) -> tuple[Services, Bridge]:
         config=config,
         engine=bridge,
         metrics=Metrics(),
-        request_log=RequestLog(config.server.request_log),
+        request_log=RequestLog(
+            config.server.request_log,
+            max_bytes=config.server.request_log_bytes,
+            files=config.server.request_log_files,
+        ),
         started_s=monotonic(),
         rates=rates,
     )

@@ -22,6 +22,7 @@ from prometheus_client.core import (
 )
 
 from tailrace.telemetry.gpu import Gpus
+from tailrace.telemetry.phases import PHASES
 from tailrace.telemetry.process import resident_bytes
 from tailrace.types import FORECAST_ERROR_BOUNDS, HOST_BOUNDS_S, STEP_BOUNDS_S
 
@@ -55,7 +56,17 @@ class Metrics:
         self._gpus = Gpus.find() if gpus is None else gpus
         self._registry = CollectorRegistry()
         self._ttft = self._latency("time_to_first_token_seconds", "Received to first token")
-        self._e2e = self._latency("e2e_request_latency_seconds", "Received to last byte made")
+        self._e2e = self._latency(
+            "e2e_request_latency_seconds", "First byte received to last byte handed to the kernel"
+        )
+        self._phases = Histogram(
+            f"{PREFIX}request_phase_seconds",
+            "A request's time by phase; see docs/why-slow.md",
+            ["phase"],
+            buckets=LATENCY_BUCKETS_S,
+            registry=self._registry,
+        )
+        self._phase = {name: self._phases.labels(name) for name in PHASES}
         self._queue = self._latency("request_queue_time_seconds", "Submitted to first step")
         self._prefill = self._latency("request_prefill_time_seconds", "First step to first token")
         self._decode = self._latency("request_decode_time_seconds", "First to last token")
@@ -86,8 +97,15 @@ class Metrics:
         """Count a request that was refused or failed: 429 and 503 are admission's refusals."""
         self._errors.labels(str(status)).inc()
 
+    def observe_phases(self, record: RequestRecord) -> None:
+        """Count where a request's time went: each phase once for each request."""
+        if record.phases is not None:
+            for name, seconds in record.phases.by_name().items():
+                self._phase[name].observe(seconds)
+
     def observe_request(self, record: RequestRecord) -> None:
-        """Count a request that has ended."""
+        """Count a request that the engine had and that has ended."""
+        self.observe_phases(record)
         self._requests.labels(record.finish_reason or "unknown").inc()
         self._prompt.observe(record.prompt_tokens)
         self._output.observe(record.completion_tokens)

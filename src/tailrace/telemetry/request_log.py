@@ -2,20 +2,35 @@
 
 A full disk, a vanished folder or a burst must not slow or end a request: what cannot be written
 is counted and dropped.
+
+    FILE      grows to `max_bytes`, then
+    FILE.1    it is this one, and each older one moves on; beyond `files` the oldest is deleted
+
+Several processes may write one log, each line whole: who holds the lock of the file that is FILE
+now rotates, the others see that FILE is another one and open it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import itertools
 import os
 import queue
+import re
+import stat
 import threading
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 import structlog
+
+from tailrace.telemetry.phases import Phases
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 log = structlog.get_logger("tailrace.request_log")
 
@@ -23,22 +38,31 @@ _QUEUE_RECORDS = 10_000
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):
-    """What became of one HTTP request; `_s` are monotonic seconds, None: did not happen."""
+    """What became of one HTTP request.
+
+    Stamps are monotonic seconds, None: did not happen. Durations are `phases`, `ttft_phases`,
+    `decode_wait_s` and `predicted_ttft_s`.
+    """
 
     request_id: str
-    """As the answer's body names it."""
+    """As the answer's body names it; empty where none came to be."""
     http_request_id: str = ""
     """The client's X-Request-Id, or the one of ours that the answer's header carries."""
     route: str
     unix_s: float
     """Wall clock at the end, to join with other logs."""
     received_s: float
+    """Its first byte came."""
     prompt_ready_s: float | None = None
     submitted_s: float | None = None
+    """Handed to the engine."""
     scheduled_s: float | None = None
+    """Its first step began."""
     first_token_s: float | None = None
+    """The front end had the first token."""
     last_token_s: float | None = None
     finished_s: float
+    """The kernel had the answer's last byte, or the client was gone."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -46,13 +70,34 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     choices: int = 1
     is_streaming: bool = False
     finish_reason: str = ""
+    """stop, length, disconnect, slow_reader, error; "refused": the engine never had it."""
+    status: int = 200
+    """Of the answer; 499: the client left before it began."""
+    reason: str = ""
+    """Of a refusal: the error's code and message."""
+    predicted_ttft_s: float | None = None
+    """As admission expected it; None where it predicted nothing."""
+    phases: Phases | None = None
+    """They add up to `finished_s - received_s`; of several sequences, that which ended last."""
+    ttft_phases: Phases | None = None
+    """The same to the first token, of a stream to its first event; that which came first."""
+    decode_wait_s: float = 0.0
+    """Of the decode phase: prompts of other requests."""
 
 
 class RequestLog:
-    """Appends records to a file; an empty path keeps none."""
+    """Appends records to a file; an empty path keeps none.
 
-    def __init__(self, path: str) -> None:
+    Args:
+        path: The file.
+        max_bytes: Size at which it is rotated; 0: never.
+        files: Rotated files that are kept beside it.
+    """
+
+    def __init__(self, path: str, *, max_bytes: int = 0, files: int = 1) -> None:
         self.dropped_total = 0
+        self._max_bytes = max_bytes
+        self._files = files
         self._is_torn = False
         self._path = Path(path) if path else None
         self._records: queue.Queue[RequestRecord | None] = queue.Queue(_QUEUE_RECORDS)
@@ -81,8 +126,9 @@ class RequestLog:
         file: IO[bytes] | None = None
         while (record := self._records.get()) is not None:
             try:
-                file = file or self._open()
-                self._append(file, msgspec.json.encode(record) + b"\n")
+                line = msgspec.json.encode(record) + b"\n"
+                file = self._with_room(file or self._open(), len(line))
+                self._append(file, line)
             except OSError as error:
                 self._note_drop(error)
                 _close(file)
@@ -93,6 +139,23 @@ class RequestLog:
         if self._path is None:
             raise OSError("no path")
         return self._path.open("ab", buffering=0)
+
+    def _with_room(self, file: IO[bytes], size: int) -> IO[bytes]:
+        """Return the file to append to: another one where this one is full."""
+        if not self._max_bytes:
+            return file
+        seen = os.fstat(file.fileno())
+        is_full = seen.st_size > 0 and seen.st_size + size > self._max_bytes
+        if not is_full or not stat.S_ISREG(seen.st_mode):
+            return file
+        self._is_torn = False
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+            if self._path is not None and _is_file(self._path, seen):
+                _rotate(self._path, self._files)
+        finally:
+            _close(file)
+        return self._open()
 
     def _append(self, file: IO[bytes], line: bytes) -> None:
         if self._is_torn:  # end the half line that a full disk left
@@ -108,6 +171,58 @@ class RequestLog:
         if self.dropped_total == 0:
             log.warning("cannot_write", path=str(self._path), error=error.strerror)
         self.dropped_total += 1
+
+
+def rotated(path: Path) -> list[Path]:
+    """Return a log's files that are there, oldest first; the last one is being written."""
+    numbered = re.compile(re.escape(path.name) + r"\.(\d+)")
+    found = {}
+    if path.parent.is_dir():
+        for other in path.parent.iterdir():
+            match = numbered.fullmatch(other.name)
+            if match:
+                found[int(match[1])] = other
+    return [found[number] for number in sorted(found, reverse=True)] + [path] * path.exists()
+
+
+def read_records(files: Iterable[Path]) -> tuple[list[RequestRecord], int]:
+    """Return the records of files, in order, and how many lines could not be read.
+
+    A full disk may have torn a line.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    decoder = msgspec.json.Decoder(RequestRecord)
+    found: list[RequestRecord] = []
+    damaged = 0
+    for file in files:
+        with file.open("rb") as stream:
+            for line in stream:
+                try:
+                    found.append(decoder.decode(line))
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                    damaged += bool(line.strip())
+    return found, damaged
+
+
+def _is_file(path: Path, seen: os.stat_result) -> bool:
+    try:
+        now = path.stat()
+    except FileNotFoundError:
+        return False
+    return (now.st_dev, now.st_ino) == (seen.st_dev, seen.st_ino)
+
+
+def _rotate(path: Path, files: int) -> None:
+    """Move each file on by one; the oldest is replaced, or deleted where none is kept."""
+    if files < 1:
+        path.unlink()
+        return
+    names = [path, *(path.with_name(f"{path.name}.{number}") for number in range(1, files + 1))]
+    for newer, older in reversed(list(itertools.pairwise(names))):
+        if newer.exists():
+            newer.replace(older)
 
 
 def _close(file: IO[bytes] | None) -> None:
