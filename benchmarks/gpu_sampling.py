@@ -57,6 +57,8 @@ def make_rows(count: int, vocab_size: int, settings: dict[str, float]) -> Sampli
         edit_starts=torch.zeros(count + 1, dtype=torch.int32, device="cuda"),
         edit_ids=torch.zeros(0, dtype=torch.int32, device="cuda"),
         edit_values=torch.zeros(0, dtype=torch.float32, device="cuda"),
+        mask_rows=torch.full_like(kept, -1),
+        masks=torch.zeros(0, 1, dtype=torch.int32, device="cuda"),
         wants_rank=column("wants_rank", 0, torch.int32),
     )
 

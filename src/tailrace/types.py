@@ -14,8 +14,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How the engine turns logits into token ids for one sequence.
 
     Stop strings and `n` are not here: the front end owns text and fans out.
-    Order of application: logit_bias, min_tokens mask, penalties (repetition, then frequency and
-    presence), temperature, top_k, top_p, min_p (each on what the former left), draw.
+    Order of application: logit_bias, min_tokens mask, grammar mask, penalties (repetition, then
+    frequency and presence), temperature, top_k, top_p, min_p (each on what the former left), draw.
     """
 
     max_tokens: int
@@ -42,6 +42,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """For each output token: its log-probability, and those of the top n. 0: its own only."""
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first, under the model's prediction for it."""
+    grammar: str = ""
+    """What the output must match, in llguidance's form (see text/grammar); "" is no constraint.
+    The sequence ends with "stop" once nothing can follow, without an end-of-sequence token."""
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="add"):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,13 +22,45 @@ def params(**given):
     return SamplingParams(**{"max_tokens": 1000, "seed": 7, **given})
 
 
+def mask_of(token_ids, vocab_size):
+    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+class FakeGrammar:
+    """Allows the same tokens for ever."""
+
+    error = ""
+    is_complete = False
+
+    def __init__(self, mask):
+        self._mask = mask
+
+    def mask(self):
+        return self._mask
+
+    def take(self, token_id):
+        pass
+
+    def look_ahead(self):
+        pass
+
+
 class Rows:
     """Requests as the kernels take them, and as the engine's sampler does."""
 
-    def __init__(self, requests, vocab_size, *, histories=None):
+    def __init__(self, requests, vocab_size, *, histories=None, allowed=None):
         self.requests = requests
         self.vocab_size = vocab_size
         self.histories = histories or [([], [])] * len(requests)
+        self.allowed = allowed or {}
+        # In another order than the rows.
+        masked = sorted(self.allowed, reverse=True)
+        self.masked = [masked.index(row) if row in masked else -1 for row in range(len(requests))]
+        self.masks = torch.zeros(len(masked), -(-vocab_size // 32), dtype=torch.int32)
+        for place, row in enumerate(masked):
+            self.masks[place] = torch.from_numpy(mask_of(self.allowed[row], vocab_size))
 
     def rows(self, device="cpu") -> SamplingRows:
         asked = self.requests
@@ -58,6 +91,8 @@ class Rows:
             edit_starts=column(starts, torch.int32),
             edit_ids=column([i for i, _ in flat], torch.int32),
             edit_values=column([v for _, v in flat], torch.float32),
+            mask_rows=column(self.masked, torch.int32),
+            masks=self.masks.to(device),
             wants_rank=column([p.logprobs is not None for p in asked], torch.int32),
         )
 
@@ -89,7 +124,10 @@ class Rows:
         for slot, (p, (prompt, output)) in enumerate(
             zip(self.requests, self.histories, strict=True)
         ):
-            sampler.admit(slot, p, prompt, output)
+            grammar = None
+            if slot in self.allowed:
+                grammar = FakeGrammar(mask_of(self.allowed[slot], self.vocab_size))
+            sampler.admit(slot, p, prompt, output, grammar)
         return sampler.sample(logits.float().clone(), list(range(len(self.requests))))
 
 
@@ -118,8 +156,8 @@ def draw(request):
     return draw_by_triton
 
 
-def assert_engine_agrees(draw, requests, logits, histories=None):
-    case = Rows(requests, logits.shape[1], histories=histories)
+def assert_engine_agrees(draw, requests, logits, histories=None, allowed=None):
+    case = Rows(requests, logits.shape[1], histories=histories, allowed=allowed)
     rows = case.rows()
     drawn, after = draw(logits, rows)
     expected = case.by_engine(logits)
@@ -208,6 +246,39 @@ def test_bias_masks_and_penalties_come_in_the_samplers_order(draw):
     logits[2, EOS] = 31.0
     histories = [([], []), ([], [8]), ([], []), *[history] * 6]
     assert_engine_agrees(draw, requests, logits, histories)
+
+
+def test_what_a_grammar_keeps_out_is_never_drawn(draw):
+    """Tokens at the borders of words and blocks, and a row beside that knows no grammar."""
+    some = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.7}
+    allowed = {
+        0: {0, 31, 32, 63, 1023, 1024, 2199},
+        1: {31},
+        3: {1055, 2047, 2048},
+        4: {3, 1300, 2198},
+        5: {EOS},
+    }
+    requests = [
+        params(logprobs=0),
+        params(temperature=0.0, logit_bias={32: 90.0}),
+        params(seed=3),
+        params(top_k=2, top_p=0.9),
+        params(**some, logit_bias={7: 80.0, 1300: 5.0}),
+        params(temperature=0.0),
+    ]
+    history = ([1, 2, 3, 2100, 8], [9, 9, 9, 10, 2, 1300])
+    logits = make_logits(len(requests), 2200)
+    assert_engine_agrees(draw, requests, logits, [([], [])] * 4 + [history] * 2, allowed)
+    drawn, _ = draw(logits, Rows(requests, 2200, allowed=allowed).rows())
+    for row, ids in allowed.items():
+        assert int(drawn.token_ids[row]) in ids
+
+
+def test_a_grammar_that_allows_nothing_is_that_rows_error(draw):
+    case = Rows([params(), params()], 100, allowed={1: set()})
+    drawn, _ = draw(make_logits(2, 100), case.rows())
+    assert drawn.token_ids[0] >= 0
+    assert drawn.token_ids[1] == NOTHING_LEFT
 
 
 def test_a_request_draws_the_same_stream_as_the_engines_sampler(draw):

@@ -7,10 +7,17 @@
 A step of decodes alone is one captured CUDA graph, padded to the next bucket of rows; any other
 step queues its kernels one by one. The ids of a step stay on the device, where the next finds them
 (`_last_tokens`), and reach the host through a pinned buffer and an event.
+
+Rows with a grammar need the ids of the step before for their masks. So before they are sampled, and
+after the model's kernels are queued, that step is settled: the ids are read and the grammars go on.
+
+    runner thread    queue N+1's model | settle N, make masks | queue N+1's draw
+    device           ---- N ---->|-------- N+1's model -------->|- draw ->
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -39,6 +46,7 @@ if TYPE_CHECKING:
     from tailrace.kernels.paged_attention.triton_prefill import Shape
     from tailrace.kernels.triton_kernels import TritonKernels
     from tailrace.models.causal_lm import CausalLM, KVCache
+    from tailrace.text.grammar import GrammarState
     from tailrace.types import TokenLogprobs
 
 _SMALL_BUCKETS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32)
@@ -124,7 +132,7 @@ class PreparedDeviceStep:
     admissions: list[Admission]
 
 
-@dataclass(frozen=True)
+@dataclass
 class DeviceResult:
     """A step that is queued; `wait` gives what it brought."""
 
@@ -140,13 +148,23 @@ class DeviceResult:
     before: torch.cuda.Event | None = None
     """When it had done the one before."""
     queue_s: float = 0.0
+    grammars: dict[int, GrammarState] = field(default_factory=dict)
+    """By row; they go on when this is settled."""
+    _settled: StepResult | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def wait(self) -> StepResult:
-        """Wait for the device.
+        """Wait for the device, and let the rows' grammars go on; once, whoever comes first.
 
         Raises:
             RuntimeError: The device failed in this step or one before.
         """
+        with self._lock:
+            if self._settled is None:
+                self._settled = self._settle()
+            return self._settled
+
+    def _settle(self) -> StepResult:
         if self.event is not None:
             self.event.synchronize()
         ids = self.token_ids.tolist()
@@ -162,7 +180,20 @@ class DeviceResult:
             device_s=_seconds(self.began, self.event),
             idle_s=_seconds(self.before, self.began),
             queue_s=self.queue_s,
+            completed=self._follow(ids, errors),
         )
+
+    def _follow(self, ids: list[int], errors: dict[int, str]) -> frozenset[int]:
+        """Let grammars go on with what was drawn; return the rows of those that are complete."""
+        completed = set()
+        for row, grammar in self.grammars.items():
+            if row in errors:
+                continue
+            grammar.take(ids[row])
+            if grammar.is_complete:
+                completed.add(row)
+            grammar.look_ahead()
+        return frozenset(completed)
 
 
 def _seconds(first: torch.cuda.Event | None, then: torch.cuda.Event | None) -> float:
@@ -233,6 +264,8 @@ class CudaRunner:
         is_gpu = self.device.type == "cuda"  # else Triton's interpreter, in tests
         self._host_ids = torch.empty(RING, num_slots, dtype=torch.int64, pin_memory=is_gpu)
         self._ring = 0
+        self._unsettled: list[DeviceResult] = []
+        """Steps with grammars, which a later step of theirs must wait for."""
         self._began: torch.cuda.Event | None = None
         self._ended: torch.cuda.Event | None = None
         self._graphs: dict[Frame, torch.cuda.CUDAGraph] = {}
@@ -398,7 +431,13 @@ class CudaRunner:
         for slot in prepared.step.released:
             self.sampler.release(slot)
         for entry in prepared.admissions:
-            self.sampler.admit(entry.slot, entry.sampling, entry.prompt_ids, entry.output_ids)
+            self.sampler.admit(
+                entry.slot,
+                entry.sampling,
+                entry.prompt_ids,
+                entry.output_ids,
+                entry.grammar,
+            )
         arrays = self._staging.send(prepared.packed)
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         if prepared.is_captured:
@@ -429,6 +468,11 @@ class CudaRunner:
             return self._result(0, [], {}, prompt_logprobs)
         logprobs: list[TokenLogprobs | None] = [None] * count
         errors: dict[int, str] = {}
+        grammars = self.sampler.grammars(slots)
+        if grammars:
+            for result in self._unsettled:
+                result.wait()
+            self._unsettled.clear()
         if self.sampler.are_plain_greedy(slots):
             self.sampler.count_drawn(slots)
         else:
@@ -438,7 +482,11 @@ class CudaRunner:
             self._last_tokens.index_copy_(0, arrays["sample_slots"][:count].long(), ids.clamp(0))
         host = self._host_ids[self._ring, :count]
         host.copy_(ids[:count], non_blocking=True)
-        return self._result(count, logprobs, errors, prompt_logprobs)
+        result = self._result(count, logprobs, errors, prompt_logprobs)
+        if grammars:
+            result.grammars = grammars
+            self._unsettled.append(result)
+        return result
 
     def _result(
         self,

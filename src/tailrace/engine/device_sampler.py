@@ -6,6 +6,10 @@ history lives on the device, where the kernels keep it up. So a draw is one copy
 parameters and a few kernels, queued behind the step; whoever reads the ids learns from their sign
 which rows had no token.
 
+A grammar's next mask needs the token before, which is read when the step before is settled (see
+cuda_runner.DeviceResult): whoever calls `sample` has done so. By then this step's forward pass is
+queued, so the device computes while the masks are made.
+
 Log-probabilities of other tokens than the drawn one need lists on the host: a step in which some
 row asks for them waits for the device.
 """
@@ -19,7 +23,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tailrace.engine.sampler import Sampled, blocked_ids, defect_of, score_rows
+from tailrace.engine.sampler import (
+    Sampled,
+    blocked_ids,
+    defect_of,
+    grammar_fault,
+    score_rows,
+)
 from tailrace.engine.staging import Staging
 from tailrace.errors import EngineError
 from tailrace.kernels.sampling.rows import NOT_FINITE, NOTHING_LEFT, SamplingRows
@@ -28,13 +38,14 @@ from tailrace.kernels.sampling.triton import SamplingScratch, sample
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tailrace.text.grammar import GrammarState
     from tailrace.types import SamplingParams, TokenLogprobs
 
 MOST_EDITS = 2048 + 64
 """Logits that a row may change: the front end's 1024 biases and 1024 stop ids, and EOS ids."""
 NO_TOKEN = {
     NOT_FINITE: "the model's logits are not finite",
-    NOTHING_LEFT: "no token can be drawn: logit_bias, min_tokens and penalties left none",
+    NOTHING_LEFT: "no token can be drawn: logit_bias, masks and penalties left none",
 }
 """What an id that is none says."""
 _MASK64 = (1 << 64) - 1
@@ -49,6 +60,7 @@ class _Slot:
     defect: str
     blocked: list[int]
     """Not to be drawn before `min_tokens` are out."""
+    grammar: GrammarState | None
 
     @property
     def is_penalised(self) -> bool:
@@ -100,7 +112,9 @@ class DeviceSampler:
         self._device = device
         self._scratch = SamplingScratch.allocate(num_slots, vocab_size, device)
         self._history = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
-        self._staging = Staging(24 * (num_slots + 32) + 2 * num_slots * MOST_EDITS + 1024, device)
+        self._words = -(-vocab_size // 32)
+        per_slot = 25 + 2 * MOST_EDITS + self._words
+        self._staging = Staging(per_slot * num_slots + 2048, device)
 
     @torch.inference_mode()
     def admit(
@@ -109,6 +123,7 @@ class DeviceSampler:
         params: SamplingParams,
         prompt_ids: Sequence[int],
         output_ids: Sequence[int],
+        grammar: GrammarState | None = None,
     ) -> None:
         """Bind a slot to a sequence, new or back after a preemption; see `Sampler.admit`."""
         state = _Slot(
@@ -121,6 +136,7 @@ class DeviceSampler:
                 if params.min_tokens
                 else []
             ),
+            grammar=grammar,
         )
         self._slots[slot] = state
         if state.is_penalised:
@@ -136,9 +152,14 @@ class DeviceSampler:
         return all(
             s.params.temperature == 0.0
             and s.params.logprobs is None
-            and not (s.defect or s.is_penalised or s.edits())
+            and not (s.defect or s.is_penalised or s.grammar or s.edits())
             for s in states
         )
+
+    def grammars(self, slots: Sequence[int]) -> dict[int, GrammarState]:
+        """Return the grammars of the rows that have one."""
+        states = [self._state(slot).grammar for slot in slots]
+        return {row: state for row, state in enumerate(states) if state is not None}
 
     def count_drawn(self, slots: Sequence[int]) -> None:
         """Note that plain greedy rows were drawn by the runner."""
@@ -151,7 +172,8 @@ class DeviceSampler:
 
         Args:
             logits: [R, V] of any float dtype; left as they are.
-            slots: The rows' slots, admitted before, each at most once.
+            slots: The rows' slots, admitted before, each at most once. Their grammars have taken
+                every token drawn before.
 
         Returns:
             Ids on the device, below 0 where a row has none (`NO_TOKEN`); errors that are known
@@ -204,6 +226,7 @@ class DeviceSampler:
         self, states: Sequence[_Slot], slots: Sequence[int], errors: dict[int, str]
     ) -> SamplingRows:
         """Send the rows' parameters; a row with a known error draws greedily, for nobody."""
+        mask_rows, masks = self._masks(states, errors)
         columns = _Columns()
         for row, state in enumerate(states):
             edits = [] if row in errors else state.edits()
@@ -241,6 +264,8 @@ class DeviceSampler:
                     "edit_starts": np.array(columns.edit_starts, dtype=np.int32),
                     "edit_ids": np.array([i for i, _ in columns.edits], dtype=np.int32),
                     "edit_values": _floats(value for _, value in columns.edits),
+                    "mask_rows": mask_rows,
+                    "masks": masks,
                     "wants_rank": np.zeros(len(states), dtype=np.int32),
                 }
             )
@@ -253,10 +278,31 @@ class DeviceSampler:
             "history_rows": torch.int32,
             "edit_starts": torch.int32,
             "edit_ids": torch.int32,
+            "mask_rows": torch.int32,
+            "masks": torch.int32,
             "wants_rank": torch.int32,
         }
         typed = {name: words.view(kinds.get(name, torch.float32)) for name, words in sent.items()}
         return SamplingRows(history=self._history, **typed)
+
+    def _masks(
+        self, states: Sequence[_Slot], errors: dict[int, str]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return `mask_rows` and `masks`; a row whose grammar fails is an error and has none."""
+        rows = np.full(len(states), -1, dtype=np.int32)
+        masks: list[np.ndarray] = []
+        for row, state in enumerate(states):
+            if state.grammar is None or row in errors:
+                continue
+            mask = state.grammar.mask()[: self._words]
+            if state.grammar.error:
+                errors[row] = grammar_fault(state.grammar)
+                continue
+            rows[row] = len(masks)
+            masks.append(mask)
+        if not masks:
+            return rows, np.zeros((0, self._words), dtype=np.int32)
+        return rows, np.stack(masks)
 
 
 def _floats(values: object) -> np.ndarray:

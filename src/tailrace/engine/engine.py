@@ -6,10 +6,13 @@
 `Engine.step` issues the next step before it waits for the one in flight, so the runner's thread
 always has its next batch at hand. What this costs: a sequence that ends on an EOS nobody could
 foresee has one row computed in vain.
+
+A request with a grammar waits, outside the scheduler, until that is compiled on its thread.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,6 +24,7 @@ from tailrace.engine.sequence import Sequence, Status
 from tailrace.engine.step_meter import StepMeter
 from tailrace.engine.step_time import StepTimeModel
 from tailrace.errors import IntegrityError
+from tailrace.text.grammar import GrammarError
 from tailrace.types import (
     EngineStats,
     KvReport,
@@ -39,10 +43,14 @@ if TYPE_CHECKING:
     from tailrace.engine.runner import StepResult
     from tailrace.engine.scheduler import Chunk, Scheduler, Step
     from tailrace.engine.step_time import StepLoad
+    from tailrace.text.grammar import Grammar, GrammarCompiler
     from tailrace.types import EngineRequest, GrowPrompt, TokenLogprobs
 
 
 log = structlog.get_logger("tailrace.engine")
+
+_COMPILE_WAIT_S = 0.002
+"""An engine with nothing else to do looks so often for new requests while a grammar compiles."""
 
 
 class Executed(Protocol):
@@ -118,6 +126,7 @@ class Engine:
         vocab_size: Token ids are below this.
         eos_token_ids: End a sequence unless it says `ignore_eos`.
         step_time: Learns from every step; by default one that was not fitted and stays so.
+        grammars: Compiles them; None: requests with a grammar are refused.
     """
 
     def __init__(
@@ -131,6 +140,7 @@ class Engine:
         vocab_size: int,
         eos_token_ids: Iterable[int],
         step_time: StepTimeModel | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -141,6 +151,8 @@ class Engine:
         self.meter = StepMeter()
         self._submit = submit
         self._clock = clock
+        self._grammars = grammars
+        self._compiling: dict[str, tuple[EngineRequest, Future[Grammar]]] = {}
         self._sequences: dict[str, Sequence] = {}
         self._reserved: dict[str, float] = {}
         """Deadlines of leases, and of early work, whose request has not come yet."""
@@ -152,18 +164,20 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a call of `step` can bring something."""
-        return self._in_flight is not None or self.scheduler.has_work
+        return self._in_flight is not None or self.scheduler.has_work or bool(self._compiling)
 
     def add(self, request: EngineRequest) -> TokenOutput | None:
         """Queue a request; return its final output at once where it cannot be served."""
         fault = self._fault(request)
         if fault is not None:
-            self._forget_arriving(request.request_id)
-            return TokenOutput(request.request_id, [], finish_reason="error", error=fault)
-        self._reserved.pop(request.request_id, None)
-        sequence = self._sequence_of(request)
-        self._sequences[request.request_id] = sequence
-        self.scheduler.add(sequence)
+            return self._refuse(request, fault)
+        if not request.sampling.grammar:
+            self._start(request, None)
+        elif self._grammars is None:
+            return self._refuse(request, "this engine serves no grammars")
+        else:
+            compiled = self._grammars.compile_soon(request.sampling.grammar)
+            self._compiling[request.request_id] = (request, compiled)
         return None
 
     def reserve(self, wish: ReserveKv) -> None:
@@ -174,7 +188,8 @@ class Engine:
         """
         self._expire_reservations()
         request_id, blocks = wish.request_id, self.scheduler.blocks
-        if request_id in self._sequences or request_id in self._reserved or self.scheduler.waiting:
+        known = (self._sequences, self._compiling, self._reserved)
+        if any(request_id in ids for ids in known) or self.scheduler.waiting:
             return
         promised = blocks.reserved_units + self.scheduler.early.units
         room = blocks.num_units // POOL_SHARE - promised
@@ -191,7 +206,9 @@ class Engine:
         early = self.scheduler.early
         request_id, ids = piece.request_id, piece.token_ids
         known = early.get(request_id)
-        if request_id in self._sequences or not self._are_ids(ids):
+        if request_id in self._sequences or request_id in self._compiling:
+            return
+        if not self._are_ids(ids):
             return
         if piece.start + len(ids) >= self.context_length:
             return
@@ -208,16 +225,21 @@ class Engine:
         wanted = dict.fromkeys(request_ids)  # an id that comes twice ends its request once
         for request_id in wanted:
             self._forget_arriving(request_id)
+        unstarted = [i for i in wanted if self._compiling.pop(i, None) is not None]
         found = [self._sequences[i] for i in wanted if i in self._sequences]
-        return [self._finish(sequence, "abort", self._clock()) for sequence in found]
+        return [
+            *(TokenOutput(request_id, [], finish_reason="abort") for request_id in unstarted),
+            *(self._finish(sequence, "abort", self._clock()) for sequence in found),
+        ]
 
     def step(self) -> list[TokenOutput]:
         """Issue the next step, then wait for the one in flight and return what it brought."""
         self.meter.begin_turn()
         self._expire_reservations()
+        refused = self._start_compiled()
         issued = self._issue()
         previous, self._in_flight = self._in_flight, issued
-        return self._collect(previous) if previous is not None else []
+        return [*refused, *(self._collect(previous) if previous is not None else [])]
 
     def stats(self) -> EngineStats:
         """Describe the engine now."""
@@ -226,7 +248,7 @@ class Engine:
         return EngineStats(
             time_s=self._clock(),
             running_requests=len(running),
-            waiting_requests=len(self.scheduler.waiting),
+            waiting_requests=len(self.scheduler.waiting) + len(self._compiling),
             total_blocks=blocks.num_units,
             free_blocks=blocks.available_units,
             block_size=blocks.unit_tokens,
@@ -287,6 +309,37 @@ class Engine:
             ],
         )
 
+    def _start(self, request: EngineRequest, grammar: Grammar | None) -> None:
+        self._reserved.pop(request.request_id, None)
+        sequence = self._sequence_of(request)
+        sequence.grammar = grammar
+        self._sequences[request.request_id] = sequence
+        self.scheduler.add(sequence)
+
+    def _refuse(self, request: EngineRequest, fault: str) -> TokenOutput:
+        self._forget_arriving(request.request_id)
+        return TokenOutput(request.request_id, [], finish_reason="error", error=fault)
+
+    def _start_compiled(self) -> list[TokenOutput]:
+        """Queue the requests whose grammar is compiled; return outputs of those that cannot be."""
+        if not self._compiling:
+            return []
+        if self._in_flight is None and not self.scheduler.has_work:
+            wait([compiled for _, compiled in self._compiling.values()], _COMPILE_WAIT_S)
+        refused = []
+        for request, compiled in list(self._compiling.values()):
+            if not compiled.done():
+                continue
+            del self._compiling[request.request_id]
+            try:
+                self._start(request, compiled.result())
+            except GrammarError as error:
+                refused.append(self._refuse(request, f"the grammar is refused: {error}"))
+            except Exception:
+                log.exception("grammar_failed")
+                refused.append(self._refuse(request, "the engine failed at this grammar"))
+        return refused
+
     def _expire_reservations(self) -> None:
         """Give back what was leased for requests that never came."""
         if not self._reserved:
@@ -322,7 +375,7 @@ class Engine:
     def _fault(self, request: EngineRequest) -> str | None:
         """Say what is wrong with a request that the front end should have refused."""
         ids = request.token_ids
-        if request.request_id in self._sequences:
+        if request.request_id in self._sequences or request.request_id in self._compiling:
             return f"request id {request.request_id!r} is already running"
         if not ids:
             return "the prompt has no tokens"
@@ -449,27 +502,29 @@ class Engine:
         if first:
             sequence.first_token_s = now
         logprobs = result.logprobs[row]
-        reason = self._finish_reason(sequence, token_id)
+        reason = self._finish_reason(sequence, token_id, is_complete=row in result.completed)
         output = TokenOutput(
             sequence.request_id,
             [token_id],
             logprobs=None if logprobs is None else [logprobs],
             prompt_logprobs=self._prompt_logprobs(sequence) if first else None,
             finish_reason=reason,
-            stop_token_id=token_id if reason == "stop" else None,
+            stop_token_id=token_id if self._is_stop(sequence, token_id) else None,
             times=self._times(sequence, now) if reason or first or is_back else None,
         )
         if reason is not None:
             self._let_go(sequence)
         return output
 
-    def _finish_reason(self, sequence: Sequence, token_id: int) -> str | None:
+    def _is_stop(self, sequence: Sequence, token_id: int) -> bool:
         sampling = sequence.sampling
-        is_stop = token_id in sampling.stop_token_ids or (
+        # `min_tokens` masks these ids in the sampler, so no further test is needed here.
+        return token_id in sampling.stop_token_ids or (
             token_id in self.eos_token_ids and not sampling.ignore_eos
         )
-        # `min_tokens` masks these ids in the sampler, so no further test is needed here.
-        if is_stop:
+
+    def _finish_reason(self, sequence: Sequence, token_id: int, *, is_complete: bool) -> str | None:
+        if is_complete or self._is_stop(sequence, token_id):
             return "stop"
         return "length" if sequence.num_output >= sequence.max_output else None
 

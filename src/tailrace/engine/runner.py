@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tailrace.engine.sequence import Sequence
     from tailrace.engine.step_time import StepLoad
     from tailrace.models.causal_lm import CausalLM
+    from tailrace.text.grammar import GrammarState
     from tailrace.types import SamplingParams, TokenLogprobs
 
 
@@ -34,6 +35,7 @@ class Admission:
     sampling: SamplingParams
     prompt_ids: list[int]
     output_ids: list[int]
+    grammar: GrammarState | None = None
 
     @classmethod
     def of(cls, sequence: Sequence) -> Admission:
@@ -42,7 +44,8 @@ class Admission:
             slot=sequence.slot,
             sampling=sequence.sampling,
             prompt_ids=sequence.token_ids[: sequence.num_prompt],
-            output_ids=sequence.token_ids[sequence.num_prompt :],
+            output_ids=(output_ids := sequence.token_ids[sequence.num_prompt :]),
+            grammar=None if sequence.grammar is None else sequence.grammar.start(output_ids),
         )
 
 
@@ -92,6 +95,8 @@ class StepResult:
     """What the device stood still between the step before and this one."""
     queue_s: float = 0.0
     """What the runner's thread took to queue it, where it is queued."""
+    completed: frozenset[int] = frozenset()
+    """Sampling chunks whose grammar allows nothing after this token."""
 
     def wait(self) -> StepResult:
         """Return this: on a CPU, a step that was executed is done."""
@@ -196,7 +201,13 @@ class Runner:
         for slot in prepared.step.released:
             self.sampler.release(slot)
         for entry in prepared.admissions:
-            self.sampler.admit(entry.slot, entry.sampling, entry.prompt_ids, entry.output_ids)
+            self.sampler.admit(
+                entry.slot,
+                entry.sampling,
+                entry.prompt_ids,
+                entry.output_ids,
+                entry.grammar,
+            )
         token_ids = prepared.token_ids
         if len(prepared.pending_rows):
             token_ids[prepared.pending_rows] = self._last_tokens[prepared.pending_slots]
@@ -214,6 +225,7 @@ class Runner:
             token_ids=sampled.token_ids.tolist(),
             logprobs=sampled.logprobs,
             errors=sampled.errors,
+            completed=sampled.completed,
             prompt_logprobs=prompt_logprobs,
         )
 

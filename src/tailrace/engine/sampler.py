@@ -7,8 +7,8 @@ Rules:
 2. A row's token depends on its own logits, parameters, seed and position, and on nothing else in
    the batch: one uniform number per token, from a counter-based hash of (seed, position), and the
    inverse of the cumulative distribution in the order of token ids.
-3. The order is the one in `types.SamplingParams`: bias, min_tokens mask, penalties, temperature,
-   top_k, top_p, min_p, draw. Log-probabilities are those of the raw logits.
+3. The order is the one in `types.SamplingParams`: bias, min_tokens mask, grammar mask, penalties,
+   temperature, top_k, top_p, min_p, draw. Log-probabilities are those of the raw logits.
 4. Filters are thresholds on the probability, so equally likely tokens stay or go together: which
    of them a sort would put first never matters. Beyond a tie top_k keeps exactly k.
 5. No sort of the vocabulary in the common case: the threshold is sought among the few hundred most
@@ -16,6 +16,8 @@ Rules:
    threshold is the same number whichever of them finds it.
 6. A row that has no valid token (logits not finite, everything masked) is an error of that row
    alone. Minus infinity is a valid logit: a token that is never drawn.
+7. A grammar goes on with the drawn token here, where it is known first, so that constrained rows
+   are scheduled like any other; the mask for the next one is made while the model runs.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import torch
 
 from tailrace.errors import EngineError
 from tailrace.kernels.sampling.reference import uniform
+from tailrace.text.grammar import allowed
 from tailrace.types import TokenLogprobs
 
 if TYPE_CHECKING:
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tailrace.text.grammar import GrammarState
     from tailrace.types import SamplingParams
 
 # Candidates looked at before a whole row is sorted. The same for every batch: a row's way through
@@ -59,6 +63,8 @@ class Sampled:
     """None where the row did not ask, or is in `errors`."""
     errors: dict[int, str] = field(default_factory=dict)
     """By row: why it has no valid token. Its slot's state has not moved."""
+    completed: frozenset[int] = frozenset()
+    """Rows whose grammar allows nothing after this token."""
 
 
 @dataclass
@@ -77,12 +83,17 @@ class _Slot:
     """int32 [V], output tokens; only where a penalty needs it."""
     seen: Tensor | None = None
     """bool [V], prompt or output; only for repetition_penalty."""
+    grammar: GrammarState | None = None
 
     @property
     def is_plain(self) -> bool:
         """Whether the logits are used as they are."""
         return (
-            self.bias is None and self.counts is None and self.seen is None and not self.is_blocking
+            self.bias is None
+            and self.counts is None
+            and self.seen is None
+            and self.grammar is None
+            and not self.is_blocking
         )
 
     @property
@@ -134,6 +145,7 @@ class Sampler:
         params: SamplingParams,
         prompt_ids: Sequence[int],
         output_ids: Sequence[int],
+        grammar: GrammarState | None = None,
     ) -> None:
         """Bind a slot to a sequence, new or back after a preemption.
 
@@ -142,6 +154,7 @@ class Sampler:
             params: How to draw.
             prompt_ids: Count for repetition_penalty.
             output_ids: Already drawn; they count for penalties, min_tokens and the position.
+            grammar: What may be drawn, in the state after `output_ids`; the slot's from now on.
 
         Raises:
             EngineError: There is no such slot.
@@ -152,6 +165,7 @@ class Sampler:
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             position=len(output_ids),
             defect=defect_of(params, self.vocab_size),
+            grammar=grammar,
         )
         if params.min_tokens:
             state.blocked_ids = self._ids(blocked_ids(params, self._eos_token_ids, self.vocab_size))
@@ -207,13 +221,15 @@ class Sampler:
         for row, state in enumerate(states):
             if not state.is_plain:
                 _adjust(logits[row], state)
+            if state.grammar is not None and state.grammar.error:
+                errors.setdefault(row, grammar_fault(state.grammar))
         token_ids = _draw(logits, states, errors)
         scores = _scores(raw, asking, states, token_ids)
         for row, state in enumerate(states):
             if row not in errors:
                 _advance(state, token_ids[row : row + 1])
         logprobs = [None if row in errors else scores.get(row) for row in range(len(states))]
-        return Sampled(token_ids, logprobs, errors)
+        return Sampled(token_ids, logprobs, errors, _follow(states, token_ids, errors))
 
     @torch.inference_mode()
     def prompt_logprobs(
@@ -251,6 +267,11 @@ def defect_of(params: SamplingParams, vocab_size: int) -> str:
     return ""
 
 
+def grammar_fault(grammar: GrammarState) -> str:
+    """Say why a sequence cannot go on."""
+    return f"the output cannot follow its grammar any further: {grammar.error}"
+
+
 def blocked_ids(params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int) -> list[int]:
     """Return what may not be drawn before `min_tokens` are out."""
     # An id outside the vocabulary can never be drawn, so it needs no mask.
@@ -268,12 +289,15 @@ def _broken_rows(logits: Tensor) -> dict[int, str]:
 
 
 def _adjust(row: Tensor, state: _Slot) -> None:
-    """Apply bias, the min_tokens mask and penalties to one row of logits [V], in place."""
+    """Apply bias, masks and penalties to one row of logits [V], in place."""
     params = state.params
     if state.bias is not None and state.bias_ids is not None:
         row[state.bias_ids] += state.bias
     if state.is_blocking and state.blocked_ids is not None:
         row[state.blocked_ids] = -torch.inf
+    if state.grammar is not None:
+        keep = torch.from_numpy(allowed(state.grammar.mask(), len(row))).to(row.device)
+        row.masked_fill_(~keep, -torch.inf)
     if state.seen is not None:
         penalty = params.repetition_penalty
         penalised = torch.where(row > 0, row / penalty, row * penalty)
@@ -292,6 +316,19 @@ def _advance(state: _Slot, token_id: Tensor) -> None:
         state.seen[token_id] = True
 
 
+def _follow(states: list[_Slot], token_ids: Tensor, errors: dict[int, str]) -> frozenset[int]:
+    """Let grammars go on with what was drawn; return the rows of those that are complete."""
+    completed = set()
+    for row, state in enumerate(states):
+        if state.grammar is None or row in errors:
+            continue
+        state.grammar.take(int(token_ids[row]))
+        if state.grammar.is_complete:
+            completed.add(row)
+        state.grammar.look_ahead()
+    return frozenset(completed)
+
+
 def _draw(logits: Tensor, states: list[_Slot], errors: dict[int, str]) -> Tensor:
     """Return one id a row of adjusted logits, int64 [R]; note rows that have none in `errors`."""
     if all(s.is_greedy and s.is_plain for s in states) and not errors:
@@ -301,8 +338,8 @@ def _draw(logits: Tensor, states: list[_Slot], errors: dict[int, str]) -> Tensor
         if not math.isfinite(peak):
             errors.setdefault(
                 row,
-                "no token can be drawn: after logit_bias, min_tokens and penalties the largest "
-                f"logit is {peak}",
+                "no token can be drawn: after logit_bias, masks and penalties the largest logit "
+                f"is {peak}",
             )
     token_ids = torch.zeros(len(states), dtype=torch.int64, device=logits.device)
     greedy = [i for i, s in enumerate(states) if s.is_greedy and i not in errors]

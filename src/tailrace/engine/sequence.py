@@ -31,6 +31,7 @@ from tailrace.types import SamplingParams
 
 if TYPE_CHECKING:
     from tailrace.engine.block_manager import Table
+    from tailrace.text.grammar import Grammar
     from tailrace.types import EngineRequest, TokenLogprobs
 
 
@@ -88,6 +89,8 @@ class Sequence:
     prompt_counted: int = 0
     """Prompt positions before this one are in the counters; a preempted prompt counts once."""
     spent: Spent = field(init=False)
+    grammar: Grammar | None = None
+    """What its output must match, compiled."""
     prompt_scored: int = 0
     """Prompt positions whose log-probabilities were asked of the runner."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)

@@ -18,6 +18,7 @@ from tailrace.engine.scheduler import Scheduler
 from tailrace.engine.step_probes import ProbeRun, choose
 from tailrace.engine.step_time import StepTimeModel
 from tailrace.errors import ConfigError, EngineError
+from tailrace.text.grammar import GrammarCompiler
 from tailrace.types import EngineReady, EngineRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class Loaded:
     blocks: BlockManager
     context_length: int
     device: str
+    folder: Path
+    """Of the checkpoint."""
     step_time: StepTimeModel = field(default_factory=StepTimeModel)
 
 
@@ -120,6 +123,7 @@ def load(config: EngineConfig, folder: Path) -> Loaded:
         blocks=make_blocks(config, num_blocks, prefix_cache=config.prefix_cache),
         context_length=context,
         device=f"cpu ({threads} threads, {kernels.name} kernels, {describe_weights(model)})",
+        folder=folder,
     )
 
 
@@ -134,6 +138,7 @@ def _load_on_gpu(config: EngineConfig, folder: Path) -> Loaded:
         blocks=make_blocks(config, num_blocks, prefix_cache=config.prefix_cache),
         context_length=context,
         device=device,
+        folder=folder,
     )
 
 
@@ -199,6 +204,9 @@ def make_engine(config: EngineConfig, loaded: Loaded, submit: Callable[..., Futu
         vocab_size=loaded.model.config.vocab_size,
         eos_token_ids=loaded.model.config.eos_token_ids,
         step_time=loaded.step_time,
+        grammars=GrammarCompiler(
+            loaded.folder, loaded.model.config.vocab_size, loaded.model.config.eos_token_ids
+        ),
     )
 
 

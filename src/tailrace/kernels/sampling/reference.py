@@ -72,6 +72,11 @@ def _adjusted(raw_V: Tensor, rows: SamplingRows, row: int) -> Tensor:
     x_V = raw_V.clone()
     edits = slice(int(rows.edit_starts[row]), int(rows.edit_starts[row + 1]))
     x_V.index_add_(0, rows.edit_ids[edits].long(), rows.edit_values[edits])
+    masked = int(rows.mask_rows[row])
+    if masked >= 0:
+        ids = torch.arange(len(x_V), device=x_V.device)
+        bits = rows.masks[masked][ids // 32] >> (ids % 32)
+        x_V[bits & 1 == 0] = -math.inf
     kept = int(rows.history_rows[row])
     if kept < 0:
         return x_V

@@ -55,6 +55,10 @@ class SamplingRows:
     """int32 [N]: tokens whose logits change before the penalties."""
     edit_values: Tensor
     """float32 [N], added: a bias, or minus infinity for what `min_tokens` keeps out."""
+    mask_rows: Tensor
+    """int32 [R]: the row of `masks` that says what a grammar allows; -1: everything."""
+    masks: Tensor
+    """int32 [M, W], 32 W >= V: bit i % 32 of word i // 32 is set where token i may be drawn."""
     wants_rank: Tensor
     """int32 [R]: not 0 where the drawn token's rank is wanted."""
 

@@ -86,6 +86,9 @@ def adjust_kernel(
     edit_starts,
     edit_ids,
     edit_values,
+    mask_rows,
+    masks,
+    mask_words,
     history_rows,
     history,
     presence,
@@ -110,6 +113,10 @@ def adjust_kernel(
     for edit in range(tl.load(edit_starts + row), tl.load(edit_starts + row + 1)):
         is_edited = columns == tl.load(edit_ids + edit)
         x = tl.where(is_edited, x + tl.load(edit_values + edit), x)
+    masked = tl.load(mask_rows + row).to(tl.int64)
+    if masked >= 0:
+        words = tl.load(masks + masked * mask_words + columns // 32, mask=is_column, other=0)
+        x = tl.where(((words >> (columns % 32)) & 1) != 0, x, float("-inf"))
     kept = tl.load(history_rows + row).to(tl.int64)
     if kept >= 0:
         past = tl.load(history + kept * vocab_size + columns, mask=is_column, other=0)
@@ -583,8 +590,9 @@ def _launch(logits: Tensor, rows: SamplingRows, scratch: SamplingScratch, drawn:
     coarse = (scratch.sums, scratch.coarse_counts, scratch.coarse_sums)
     adjust_kernel[grid](
         logits, stride, scratch.weights, raw_peaks, raw_sums, peaks, scratch.best_ids,
-        rows.edit_starts, rows.edit_ids, rows.edit_values, rows.history_rows, rows.history,
-        rows.presence, rows.frequency, rows.repetition, vocab_size, blocks, BLOCK=BLOCK,
+        rows.edit_starts, rows.edit_ids, rows.edit_values, rows.mask_rows, rows.masks,
+        rows.masks.shape[1], rows.history_rows, rows.history, rows.presence,
+        rows.frequency, rows.repetition, vocab_size, blocks, BLOCK=BLOCK,
     )  # fmt: skip
     weigh_kernel[grid](
         scratch.weights, *filters, peaks, *coarse, vocab_size, blocks, **wide, num_warps=8
