@@ -12,7 +12,9 @@ _LEAVES = st.one_of(
     st.just({"type": "boolean"}),
     st.just({"type": "null"}),
     st.integers(-5, 5).map(lambda low: {"type": "integer", "minimum": low, "maximum": low + 120}),
-    st.integers(0, 3).map(lambda size: {"type": "string", "minLength": size, "maxLength": size + 2}),
+    st.integers(0, 3).map(
+        lambda size: {"type": "string", "minLength": size, "maxLength": size + 2}
+    ),
     st.lists(st.sampled_from([1, "one", None, True, "z\n", -2.5]), min_size=1, max_size=3).map(
         lambda values: {"enum": values}
     ),
@@ -45,7 +47,7 @@ def _deeper(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 SCHEMAS = st.recursive(_LEAVES, _deeper, max_leaves=6)
 
 
-def fits(value: Any, schema: dict[str, Any]) -> bool:
+def fits(value: Any, schema: dict[str, Any]) -> bool:  # noqa: PLR0911 -- one for each kind
     """Whether a value satisfies one of `SCHEMAS`."""
     if "anyOf" in schema:
         return any(fits(value, option) for option in schema["anyOf"])
@@ -63,9 +65,9 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
         case "string" if "pattern" in schema:
             return isinstance(value, str) and 0 < len(value) <= 3 and set(value) <= set("abc")
         case "string":
-            return isinstance(value, str) and schema["minLength"] <= len(value) <= schema[
-                "maxLength"
-            ]
+            return (
+                isinstance(value, str) and schema["minLength"] <= len(value) <= schema["maxLength"]
+            )
         case "array":
             return (
                 isinstance(value, list)

@@ -126,7 +126,9 @@ def test_masks_are_looked_ahead_for_on_threads(tmp_path):
         pytest.param(of_schema({"$ref": "#/$defs/none"}), "none", id="dangling"),
         pytest.param(LLMatcher.grammar_from_regex("(?=a)b"), "look-ahead", id="look-ahead"),
         pytest.param(LLMatcher.grammar_from_regex("(a"), "regex", id="open bracket"),
-        pytest.param(LLMatcher.grammar_from_regex("((a{9000}){9000}){90}"), "too many", id="repetition"),
+        pytest.param(
+            LLMatcher.grammar_from_regex("((a{9000}){9000}){90}"), "too many", id="repetition"
+        ),
         pytest.param(
             of_schema('{"type":"array","items":' * 2000 + "{}" + "}" * 2000), "recursion", id="deep"
         ),

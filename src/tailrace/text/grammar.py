@@ -1,4 +1,4 @@
-"""Grammars that constrain what is generated, over llguidance: compiled once, followed token by token.
+"""Grammars that constrain the output, over llguidance: compiled once, followed token by token.
 
     text --compile--> Grammar --start--> GrammarState --mask--> draw --take--> mask ...
 
