@@ -46,7 +46,7 @@ FLOAT = (
 INDEX = (
     "tiles", "query_starts", "kv_lens", "tables", "positions", "slots", "best_ids", "edit_starts",
     "edit_ids", "history_rows", "history", "top_k", "coarse_counts", "lows", "highs", "sizes",
-    "thresholds", "wants_rank", "ranks", "arrivals",
+    "thresholds", "wants_rank", "ranks", "arrivals", "mask_rows", "masks",
 )  # fmt: skip
 LONG = ("sums", "coarse_sums", "aboves", "seeds", "token_ids")
 TYPES = {

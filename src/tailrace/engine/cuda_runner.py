@@ -424,7 +424,9 @@ class CudaRunner:
         """Queue one step; called on the runner's thread only, in order of scheduling."""
         begun_s = time.perf_counter()
         result = self._queue(prepared)
-        return replace(result, queue_s=time.perf_counter() - begun_s)
+        # Not a copy: the next step's grammars wait for this very result.
+        result.queue_s = time.perf_counter() - begun_s
+        return result
 
     def _queue(self, prepared: PreparedDeviceStep) -> DeviceResult:
         self._began = self._mark()
