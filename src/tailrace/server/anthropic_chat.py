@@ -2,6 +2,8 @@
 
     system                      -> a first message of that role
     text blocks                 -> text parts
+    tool_use blocks             -> tool calls of an assistant's turn
+    tool_result blocks          -> turns of the tool, before what the user says after them
     turns of one role in a row  -> one turn, as Anthropic reads them
     a last turn of the assistant-> the text that the answer goes on with
     thinking of earlier turns   -> nothing: the model is not shown it again
@@ -35,10 +37,16 @@ def chat_of(body: CountTokensBody) -> ChatBody:
     """
     _check_unserved(body)
     messages = _system(body.system) + _turns(body.messages)
+    is_prefilled = messages[-1]["role"] == "assistant"
+    if is_prefilled and messages[-1].get("tool_calls"):
+        raise RequestError(
+            "messages end with a tool_use: send the tool_result that the model waits for",
+            param="messages",
+        )
     return ChatBody(
         model=body.model,
         messages=messages,
-        continue_final_message=messages[-1]["role"] == "assistant",
+        continue_final_message=is_prefilled,
         chat_template_kwargs=body.chat_template_kwargs,
     )
 
@@ -109,10 +117,12 @@ def _turns(sent: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
 
 def _append(turns: list[dict[str, Any]], turn: dict[str, Any]) -> None:
     """Add a turn, or what it says to the last one where the same one speaks on."""
-    if turns and turns[-1]["role"] == turn["role"]:
-        turns[-1]["content"] += turn["content"]
-    else:
+    if not turns or turns[-1]["role"] != turn["role"] or turn["role"] == "tool":
         turns.append(turn)
+        return
+    turns[-1]["content"] += turn["content"]
+    if "tool_calls" in turn:
+        turns[-1].setdefault("tool_calls", []).extend(turn["tool_calls"])
 
 
 def _read_message(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
@@ -130,8 +140,58 @@ def _read_message(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
             f"{where}.content is missing or empty: send a text or a list of blocks",
             param=f"{where}.content",
         )
-    parts = _parts(content, f"{where}.content")
-    return [{"role": role, "content": parts}] if parts else []
+    turns: list[dict[str, Any]] = []
+    for index, block in enumerate(content):
+        turn = _read_block(block, role, f"{where}.content[{index}]")
+        if turn is not None:
+            _append(turns, turn)
+    return turns
+
+
+def _read_block(block: Any, role: str, where: str) -> dict[str, Any] | None:
+    """Return what one block says as a turn; None: the model is not shown it."""
+    kind = _block_type(block, where)
+    if kind == "text":
+        return {"role": role, "content": [_text(where, block.get("text"))]}
+    if kind == "tool_use" and role == "assistant":
+        return {"role": role, "content": [], "tool_calls": [_tool_call(block, where)]}
+    if kind == "tool_result" and role == "user":
+        return _tool_result(block, where)
+    if kind in _UNSEEN:
+        return None
+    raise _unserved_block(kind, where)
+
+
+def _tool_call(block: dict[str, Any], where: str) -> dict[str, Any]:
+    arguments = block.get("input", {})
+    if not isinstance(arguments, dict):
+        raise RequestError(
+            f"{where}.input is a {type(arguments).__name__}: send an object", param=f"{where}.input"
+        )
+    function = {"name": _string(block, "name", where), "arguments": arguments}
+    return {"id": _string(block, "id", where), "type": "function", "function": function}
+
+
+def _tool_result(block: dict[str, Any], where: str) -> dict[str, Any]:
+    content = block.get("content") or ""
+    if not isinstance(content, str | list):
+        raise RequestError(
+            f"{where}.content is a {type(content).__name__}: send a text or a list of blocks",
+            param=f"{where}.content",
+        )
+    if isinstance(content, list):
+        content = _parts(content, f"{where}.content")
+    call_id = _string(block, "tool_use_id", where)
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+def _string(block: dict[str, Any], name: str, where: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise RequestError(
+            f"{where}.{name} is a {type(value).__name__}: send a string", param=f"{where}.{name}"
+        )
+    return value
 
 
 def _parts(blocks: list[Any], where: str) -> list[dict[str, Any]]:
@@ -139,20 +199,15 @@ def _parts(blocks: list[Any], where: str) -> list[dict[str, Any]]:
     parts = []
     for index, block in enumerate(blocks):
         place = f"{where}[{index}]"
-        kind = block_type(block, place)
+        kind = _block_type(block, place)
         if kind == "text":
             parts.append(_text(place, block.get("text")))
         elif kind not in _UNSEEN:
-            raise unserved_block(kind, place)
+            raise _unserved_block(kind, place)
     return parts
 
 
-def block_type(block: Any, where: str) -> str:
-    """Return a content block's type.
-
-    Raises:
-        RequestError: It has none.
-    """
+def _block_type(block: Any, where: str) -> str:
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(kind, str):
         raise RequestError(
@@ -162,11 +217,10 @@ def block_type(block: Any, where: str) -> str:
     return kind
 
 
-def unserved_block(kind: str, where: str) -> RequestError:
-    """Return the refusal of a block that the model cannot read."""
+def _unserved_block(kind: str, where: str) -> RequestError:
     return RequestError(
-        f"{where} is a block of the type {kind[:40]!r}, which is not served here: send blocks of "
-        "the type 'text'",
+        f"{where} is a block of the type {kind[:40]!r}, which is not served in this place: the "
+        "model takes text",
         param=f"{where}.type",
     )
 

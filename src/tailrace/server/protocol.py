@@ -204,6 +204,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     role: str
     content: str
     refusal: None = None
+    annotations: list[Any] = []
+    """Always empty; clients expect it."""
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):

@@ -3,6 +3,8 @@
     instructions                -> a first message of the system
     role developer              -> system, the name that templates know
     a message's text parts      -> text parts
+    function_call               -> a tool call of the assistant's message
+    function_call_output        -> a message of the tool
     reasoning of earlier turns  -> nothing: the model is not shown it again
 
 Nothing is stored, so what would refer to something stored is refused by name.
@@ -10,6 +12,7 @@ Nothing is stored, so what would refer to something stored is refused by name.
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from tailrace.errors import RequestError
@@ -128,23 +131,57 @@ def _messages(sent: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         return [{"role": "user", "content": sent}]
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(sent):
-        where = f"input[{index}]"
-        kind = item.get("type") or "message"
-        if kind == "message":
-            messages.append(_message(item, where))
-        elif kind != "reasoning":
-            raise unserved_item(kind, where)
+        _add_item(messages, item, f"input[{index}]")
     if not messages:
         raise RequestError("input holds nothing that the model reads", param="input")
     return messages
 
 
-def unserved_item(kind: Any, where: str) -> RequestError:
-    """Return the refusal of an item that means nothing here."""
-    hint = "this server stores nothing" if kind == "item_reference" else "it is not served here"
-    return RequestError(
-        f"{where} is an item of the type {str(kind)[:40]!r}: {hint}", param=f"{where}.type"
-    )
+def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
+    kind = item.get("type") or "message"
+    if kind == "message":
+        messages.append(_message(item, where))
+    elif kind == "function_call":
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        messages[-1].setdefault("tool_calls", []).append(_tool_call(item, where))
+    elif kind == "function_call_output":
+        messages.append(_tool_output(item, where))
+    elif kind != "reasoning":
+        hint = "this server stores nothing" if kind == "item_reference" else "it is not served here"
+        raise RequestError(
+            f"{where} is an item of the type {str(kind)[:40]!r}: {hint}", param=f"{where}.type"
+        )
+
+
+def _tool_call(item: dict[str, Any], where: str) -> dict[str, Any]:
+    function = {
+        "name": _string(item, "name", where),
+        "arguments": _string(item, "arguments", where),
+    }
+    try:
+        json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError) as error:
+        raise RequestError(
+            f"{where}.arguments is no JSON: {error}", param=f"{where}.arguments"
+        ) from error
+    return {"id": _string(item, "call_id", where), "type": "function", "function": function}
+
+
+def _tool_output(item: dict[str, Any], where: str) -> dict[str, Any]:
+    output = item.get("output")
+    if not isinstance(output, str):
+        output = _text_parts(output, f"{where}.output")
+    return {"role": "tool", "tool_call_id": _string(item, "call_id", where), "content": output}
+
+
+def _string(item: dict[str, Any], name: str, where: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise RequestError(
+            f"{where}.{name} is a {type(value).__name__}: send a string", param=f"{where}.{name}"
+        )
+    return value
 
 
 def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
@@ -156,16 +193,11 @@ def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
         )
     content = item.get("content")
     if not isinstance(content, str):
-        content = text_parts(content, f"{where}.content")
+        content = _text_parts(content, f"{where}.content")
     return {"role": _ROLES[role], "content": content}
 
 
-def text_parts(content: Any, where: str) -> list[dict[str, Any]]:
-    """Return a message's content parts as text parts.
-
-    Raises:
-        RequestError: They are no list, or one is not text.
-    """
+def _text_parts(content: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(content, list):
         raise RequestError(
             f"{where} is a {type(content).__name__}: send a string or a list of parts", param=where

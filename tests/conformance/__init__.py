@@ -1,0 +1,1 @@
+"""The public conformance suites against a server of our own: `make conformance`."""
