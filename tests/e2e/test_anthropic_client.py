@@ -67,9 +67,9 @@ def test_a_response_says_what_a_chat_says_whole_and_streamed(client, model):
     whole = client.responses.create(**asked)
     assert whole.output_text == chat.choices[0].message.content
     assert whole.usage.total_tokens == chat.usage.total_tokens
-    with client.responses.stream(**asked) as stream:
-        text = "".join(e.delta for e in stream if e.type == "response.output_text.delta")
-        final = stream.get_final_response()
+    events = list(client.responses.create(**asked, stream=True))
+    text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    final = events[-1].response
     assert text == final.output_text == whole.output_text
     assert final.status == whole.status
 

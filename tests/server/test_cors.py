@@ -23,8 +23,8 @@ def app(serve):
         yield app
 
 
-def preflight(app, path, origin, method="POST"):
-    headers = {"origin": origin, "access-control-request-method": method}
+def preflight(app, path, origin, method="POST", **more):
+    headers = {"origin": origin, "access-control-request-method": method} | more
     return app.client.request("OPTIONS", path, headers=headers)
 
 
@@ -48,6 +48,18 @@ def test_a_preflight_of_another_origin_permits_nothing(app, origin):
     answer = preflight(app, "/v1/chat/completions", origin)
     assert "access-control-allow-origin" not in answer.headers
     assert answer.headers["vary"] == "origin"
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_allowed"),
+    [("content-type, x-api-key, anthropic-version", True), ("a" * 4000, False), ("a: b", False)],
+)
+def test_the_headers_of_a_client_are_allowed_as_it_names_them(app, asked, is_allowed):
+    names = {"access-control-request-headers": asked}
+    answer = preflight(app, "/v1/messages", OURS, **names)
+    allowed = answer.headers["access-control-allow-headers"]
+    assert (allowed == asked) is is_allowed
+    assert "x-api-key" in allowed
 
 
 def test_an_answer_may_be_read_by_a_named_origin_errors_too(app):

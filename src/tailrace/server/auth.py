@@ -33,7 +33,7 @@ def check_key(request: Request, api_key: str) -> None:
     # the last byte of a key that ends in "à" for a no-break space.
     if not hmac.compare_digest(given.strip(" \t").encode("latin-1"), api_key.encode()):
         raise RequestError(
-            "a valid API key is needed: send 'Authorization: Bearer KEY'",
+            "a valid API key is needed: send 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'",
             status=401,
             code="invalid_api_key",
         )
