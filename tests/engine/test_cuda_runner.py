@@ -17,6 +17,7 @@ from tailrace.engine.cuda_runner import (
     Frame,
     _leading_decodes,
     _no_tiles,
+    fitting_frame,
     graph_buckets,
     mixed_frames,
 )
@@ -181,6 +182,22 @@ def test_mixed_frames_stay_within_the_budget_and_start_with_the_smallest():
     assert {frame.decodes for frame in frames} == {0, 16, 32, 64, 96, 128}
     full = {frame.decodes: frame.tokens for frame in frames if frame.rows == 1024}
     assert full == {0: 1024, 16: 1008, 32: 992, 64: 960, 96: 928, 128: 896}
+
+
+def test_a_step_takes_a_frame_that_it_fits_without_much_padding():
+    frames = mixed_frames(128, 8192, 64)
+
+    def rows(decodes, tokens):
+        frame = fitting_frame(frames, decodes=decodes, tokens=tokens, prompts=3)
+        return frame and (frame.decodes, frame.tokens)
+
+    assert rows(0, 8192) == (0, 8192)
+    assert rows(90, 8000) == (96, 8096)
+    assert rows(0, 1) == (0, 64)
+    assert rows(33, 300) == (64, 512)
+    assert rows(0, 1024) is None, "eight times its rows"
+    assert rows(128, 6000) is None
+    assert fitting_frame(frames, decodes=0, tokens=40, prompts=17) is None
 
 
 def test_a_budget_without_room_for_prompts_has_no_frame_of_them():

@@ -57,6 +57,8 @@ _PACED_TOKENS = (384, 640, 768)
 _UNCAPTURED_STEP = 128
 """Above all those, cuts are multiples of this: such steps take longer to run than to queue."""
 _MIXED_PROMPTS = 16
+_MOST_PADDED = 1.3
+"""Rows of a large frame, as a multiple of the step's own."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,22 @@ def mixed_frames(
         Frame(rows, tokens, _MIXED_PROMPTS, -(-tokens // block_m) + _MIXED_PROMPTS)
         for rows, tokens in sorted(set(sizes), key=sum)
     ]
+
+
+def fitting_frame(
+    frames: Sequence[Frame], *, decodes: int, tokens: int, prompts: int
+) -> Frame | None:
+    """Return the first of `frames` that a step fits, or None: that much padding would cost more.
+
+    A small step runs faster than its kernels are queued, so any padding pays; a large one does not.
+    """
+    frame = next(
+        (f for f in frames if f.decodes >= decodes and f.tokens >= tokens and f.prompts >= prompts),
+        None,
+    )
+    if frame is None or frame.tokens <= _MIXED_TOKENS[-1]:
+        return frame
+    return frame if frame.rows <= _MOST_PADDED * (decodes + tokens) else None
 
 
 def padded_sizes(max_batch_size: int) -> list[int]:
@@ -349,18 +367,13 @@ class CudaRunner:
     def _captured_frame(
         self, chunks: Sequence[Chunk], num_tokens: int, decodes: int
     ) -> Frame | None:
-        """Return the smallest captured frame that the step fits."""
+        """Return the smallest captured frame that the step fits, without much padding."""
         if not self._graphs:
             return None
         tokens, prompts = num_tokens - decodes, len(chunks) - decodes
         if not tokens:
             return Frame(next(size for size in self._buckets if size >= decodes))
-        fitting = (
-            frame
-            for frame in self._mixed
-            if frame.tokens >= tokens and frame.prompts >= prompts and frame.decodes >= decodes
-        )
-        return next(fitting, None)
+        return fitting_frame(self._mixed, decodes=decodes, tokens=tokens, prompts=prompts)
 
     def _extend_tables(self, chunks: Sequence[Chunk], blocks: BlockManager) -> None:
         """Copy the block ids that are new since a slot's last step."""
