@@ -108,7 +108,7 @@ def mixed_frames(
     ]
     return [
         Frame(rows, tokens, _MIXED_PROMPTS, -(-tokens // block_m) + _MIXED_PROMPTS)
-        for rows, tokens in sorted(set(sizes), key=sum)
+        for rows, tokens in sorted(set(sizes), key=lambda size: (sum(size), size))
     ]
 
 
