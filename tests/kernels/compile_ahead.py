@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tailrace.kernels.attention_shapes import ADA, DECODE, PREFILL
-from tailrace.kernels.linear import triton_skinny
+from tailrace.kernels.linear import triton_int4, triton_skinny
 from tailrace.kernels.paged_attention.triton_decode import decode_kernel
 from tailrace.kernels.paged_attention.triton_prefill import prefill_kernel
 from tailrace.kernels.rms_norm.triton import rms_norm_kernel
@@ -60,7 +60,7 @@ TYPES = {
 FLOAT8_KV = {**TYPES, **dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv")}
 # Strides of a cache whose tokens lie one after the other; those of 1 are compiled in.
 UNIT_STRIDES = {"stride_kd": 1, "stride_vd": 1}
-WIDE = ("N", "K", "span")
+WIDE = ("N", "K", "span", "padded_n")
 """Sizes of matrices, multiples of 16 in every model that is served."""
 
 
@@ -143,6 +143,30 @@ def other_cases() -> Iterator[Case]:
         )  # fmt: skip
 
 
+def int4_cases() -> Iterator[Case]:
+    """Every tile of rows, for groups of 64 and 128, in both halves."""
+    for (block_m, shape), chunk, half in itertools.product(
+        triton_int4.SHAPES, (64, 128), ("bf16", "fp16")
+    ):
+        constants = {
+            "BLOCK_M": block_m, "BLOCK_N": shape.block_n, "CHUNK": chunk, "CHUNKS_A_GROUP": 1,
+            "IS_SPLIT": True, "HAS_BIAS": True, "COMPILED": True, "STAGES": shape.num_stages,
+        }  # fmt: skip
+        yield Case(
+            f"int4 {block_m}/{chunk} {half}", triton_int4.int4_kernel, constants,
+            shape.num_warps, shape.num_stages, types=_int4_types(half),
+        )  # fmt: skip
+    constants = {"BLOCK_N": 64, "CHUNK": 128, "CHUNKS_A_GROUP": 1}
+    types = _int4_types("bf16")
+    yield Case("int4_dequantize", triton_int4.dequantize_kernel, constants, types=types)
+
+
+def _int4_types(half: str) -> dict[str, str]:
+    halves = dict.fromkeys(("x_ptr", "out_ptr", "bias_ptr"), f"*{half}")
+    codes = {"codes_ptr": "*i16", "meta_ptr": "*i32", "arrivals": "*i32"}
+    return {**TYPES, **halves, **codes}
+
+
 def sampling_cases() -> Iterator[Case]:
     """For a vocabulary of 152k, which is 149 blocks."""
     warps = {"weigh": 8, "aim": 8, "search": 16}
@@ -191,7 +215,13 @@ def usage(compiled: Any) -> dict[str, int]:
 
 
 def main(kind: int) -> None:
-    cases = [*attention_cases(kind), *float8_cases(kind), *other_cases(), *sampling_cases()]
+    cases = [
+        *attention_cases(kind),
+        *float8_cases(kind),
+        *other_cases(),
+        *int4_cases(),
+        *sampling_cases(),
+    ]
     for case in cases:
         print(json.dumps({"name": case.name, **usage(build(case, kind))}), flush=True)  # noqa: T201
 

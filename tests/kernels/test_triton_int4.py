@@ -8,18 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from tailrace.errors import ConfigError
+from tailrace.errors import ConfigError, EngineError
 from tailrace.kernels.linear.int4 import quantize_groups
+from tailrace.kernels.linear.int4_linear import Int4Linear, Int4Workspace
+from tailrace.kernels.linear.packed_int4 import PackedInt4, splits_for
 from tailrace.kernels.linear.triton_int4 import (
     MOST_ROWS,
     UNPACK_BFLOAT16,
     UNPACK_FLOAT16,
-    Int4Scratch,
     Int4Shape,
-    PackedInt4,
     dequantize,
     int4_linear,
-    splits_for,
 )
 from tests.kernels.compare import assert_close
 from tests.kernels.paged import NAN
@@ -49,10 +48,11 @@ def packed(on_triton, outputs, inputs, group, *, splits=0, scale_dtype=torch.flo
     return weight, PackedInt4.of(weight, on_triton.kernels.device, splits)
 
 
-def scratch_for(*weights, rows=MOST_ROWS):
-    scratch = Int4Scratch.allocate(list(weights), rows, weights[0].codes.device)
-    scratch.parts.fill_(NAN)
-    return scratch
+def scratch_for(weight):
+    workspace = Int4Workspace(weight.codes.device, torch.float32)
+    workspace.reserve(weight)
+    workspace.scratch.parts.fill_(NAN)
+    return workspace.scratch
 
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs", "group"), SHAPES)
@@ -125,6 +125,26 @@ def test_the_packed_weight_dequantises_to_the_same(on_triton, outputs, inputs, g
 def test_a_group_that_no_tile_fits_is_refused():
     with pytest.raises(ConfigError, match="groups of 32: the GPU kernel takes multiples of 64"):
         PackedInt4.of(quantize_groups(torch.randn(4, 64), 32), "cpu")
+
+
+@pytest.mark.parametrize("rows", [0, 1, MOST_ROWS, MOST_ROWS + 1])
+def test_layers_share_a_workspace_and_serve_any_number_of_rows(on_triton, rows):
+    dtype = on_triton.kernels.dtype
+    workspace = Int4Workspace(on_triton.kernels.device, dtype)
+    sizes = [(130, 128), (40, 512)]
+    weights = [quantize_groups(torch.randn(n, k) * k**-0.5, 64) for n, k in sizes]
+    bias = torch.randn(130)
+    layers = [Int4Linear(weights[0], bias, workspace), Int4Linear(weights[1], None, workspace)]
+    assert layers[0].nbytes == 256 * 128 // 2 + 256 * 2 * 4 + 130 * dtype.itemsize
+    for layer, weight, added in zip(layers, weights, (bias, None), strict=True):
+        x = poisoned(on_triton, rows, weight.shape[1])
+        truth = x.cpu().double() @ weight.dequantize(torch.float64).t()
+        if added is not None:
+            truth += on_triton.rounded(added).double()
+        # Many rows see the weight rounded to half precision.
+        assert_close("y", layer(x).cpu(), truth, **on_triton.tolerance)
+    with pytest.raises(EngineError, match="after one had run"):
+        Int4Linear(weights[0], bias, workspace)
 
 
 def run_assembler(text, codes, offsets):

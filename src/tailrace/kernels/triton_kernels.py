@@ -18,6 +18,9 @@ from tailrace.kernels.attention_shapes import (
 )
 from tailrace.kernels.kv_scales import UNSCALED, KVScales
 from tailrace.kernels.linear.cublas import CublasLinear
+from tailrace.kernels.linear.int4 import GroupInt4
+from tailrace.kernels.linear.int4_linear import Int4Linear, Int4Workspace
+from tailrace.kernels.linear.packed_int4 import LEAST_GROUP
 from tailrace.kernels.linear.triton_skinny import SkinnyLinear, SkinnyScratch
 from tailrace.kernels.linear.weight import plain
 from tailrace.kernels.paged_attention.device_batch import plan
@@ -63,6 +66,7 @@ class TritonKernels:
         # Prompts' attention runs there beside the decodes'; the higher priority gives it its share
         # of each multiprocessor: docs/performance.md, "Attention on two streams".
         is_gpu = device.type == "cuda"
+        self._int4 = Int4Workspace(device, self.dtype)
         self._skinny = SkinnyScratch.allocate(device) if is_gpu else None
         self._beside = torch.cuda.Stream(device, priority=-1) if is_gpu else None  # type: ignore[no-untyped-call]
 
@@ -198,9 +202,11 @@ class TritonKernels:
         return silu_mul(gate_up_T2F)
 
     def pack_linear(self, weight: Weight, bias_O: Tensor | None, dtype: WeightDtype) -> Linear:
-        """See `Kernels.pack_linear`; quantised weights are unpacked."""
+        """See `Kernels.pack_linear`; what no kernel here takes is unpacked."""
         if DTYPES[dtype] != self.dtype:
             raise ConfigError(f"weights in {dtype} do not go with activations in {self.dtype}")
+        if isinstance(weight, GroupInt4) and weight.group % LEAST_GROUP == 0:
+            return Int4Linear(weight, bias_O, self._int4)
         linear = CublasLinear(plain(weight), bias_O, self.dtype, self.device)
         # The interpreter takes a minute for what cuBLAS does at once.
         return linear if self._skinny is None else SkinnyLinear(linear, self._skinny)

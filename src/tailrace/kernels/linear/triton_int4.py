@@ -2,20 +2,15 @@
 
 As in `triton_skinny`, the matrix is the left operand of `tl.dot`, so that its outputs fill the
 tensor core's wide side and the few rows the narrow one, and layers with few outputs split their
-inputs among SPLITS programs, the last of which adds the parts in order. What differs is the weight:
-
-    chunk     CHUNK inputs, 64 or 128, all of one group
-    codes     int16 [chunks, outputs, CHUNK / 4]: one tile of a chunk is one run of memory;
-              nibble i of column j is input i * CHUNK / 4 + j, so a shift and a mask unpack
-              a whole tile, and each nibble's tile meets CHUNK / 4 neighbouring inputs
-    meta      int32 [groups, outputs]: the scale as float32, its last 4 bits the zero point
+inputs among several programs, the last of which adds the parts in order. What differs is the
+weight, whose order in memory `packed_int4` draws:
 
     part = (code - zero) @ x             whole numbers: exact in half precision
     acc += scale * part                  once a chunk, float32
 
 The scale never touches the codes, so no weight is rounded: the result is that of the dequantised
-float32 weight, but for the sum's order. That order is fixed by CHUNK and SPLITS, which depend on
-the layer alone, never on the batch.
+float32 weight, but for the sum's order. That order is fixed by the chunk and the splits, which
+depend on the layer alone, never on the batch.
 """
 
 from __future__ import annotations
@@ -27,17 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tailrace.errors import ConfigError
-
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tailrace.kernels.linear.int4 import GroupInt4
-
-PADDING = 128
-"""Outputs are padded to a multiple of it, so that no load of the weight is masked."""
-
-ZERO_MASK = 15
+    from tailrace.kernels.linear.packed_int4 import PackedInt4
 
 
 # A register holds two neighbouring int16: `(r >> 4i) & 0x000f000f` are two codes, and with the
@@ -111,7 +99,7 @@ def _unpack(codes, zeros, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
     return w0, w1, w2, w3
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "chunks", "chunks_a_split", "splits"])
 def int4_kernel(
     x_ptr,
     codes_ptr,
@@ -125,12 +113,13 @@ def int4_kernel(
     padded_n,
     K,
     chunks,
-    span,
+    chunks_a_split,
+    splits,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS_A_GROUP: tl.constexpr,
-    SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     COMPILED: tl.constexpr,
     STAGES: tl.constexpr,
@@ -142,8 +131,8 @@ def int4_kernel(
     rows = tl.arange(0, BLOCK_M)
     inner = tl.arange(0, QUARTER)
     is_row = (rows < num_rows)[None, :]
-    low = split * span
-    high = min(low + span, chunks)
+    low = split * chunks_a_split
+    high = min(low + chunks_a_split, chunks)
     codes_at = codes_ptr + outputs[:, None] * QUARTER + inner[None, :]
     x_at = x_ptr + rows[None, :] * K + inner[:, None]
     dtype = x_ptr.dtype.element_ty
@@ -165,15 +154,15 @@ def int4_kernel(
         acc += part * scale[:, None]
     places = rows[None, :] * N + outputs[:, None]
     is_place = (outputs < N)[:, None] & is_row
-    if SPLITS > 1:
+    if IS_SPLIT:
         mine = part_ptr + split * num_rows * N
         tl.store(mine + places, acc, mask=is_place)
         tl.debug_barrier()  # all of this program's stores, before its arrival
-        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") != SPLITS - 1:
+        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") != splits - 1:
             return
         tl.store(arrivals + tile, 0)  # for the next launch
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        for index in range(SPLITS):
+        for index in range(splits):
             other = part_ptr + index * num_rows * N
             acc += tl.load(other + places, mask=is_place, other=0.0, cache_modifier=".cg")
     if HAS_BIAS:
@@ -230,11 +219,6 @@ SHAPES: tuple[tuple[int, Int4Shape], ...] = (
 are the fastest is for benchmarks/gpu_gemm.py --sweep to say."""
 
 MOST_ROWS = SHAPES[-1][0]
-_PROGRAMS = 264
-"""Two for each of Hopper's multiprocessors: layers of fewer tiles split their inputs."""
-_MOST_SPLITS = 8
-_LEAST_CHUNKS = 4
-"""Of a split: fewer leave no room for loads ahead."""
 
 
 def shape_for(rows: int) -> tuple[int, Int4Shape]:
@@ -243,112 +227,13 @@ def shape_for(rows: int) -> tuple[int, Int4Shape]:
 
 
 @dataclass(frozen=True)
-class PackedInt4:
-    """A `GroupInt4` in the kernels' order; the head of this file draws it."""
-
-    codes: Tensor
-    """int16 [chunks, padded N, chunk / 4]."""
-    meta: Tensor
-    """int32 [groups, padded N]."""
-    outputs: int
-    inputs: int
-    chunk: int
-    chunks_a_group: int
-    splits: int
-    """Of the inputs; the same for any number of rows, so that sums are cut at the same places."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes, scales and zero points, padding included."""
-        return self.codes.nbytes + self.meta.nbytes
-
-    @property
-    def span(self) -> int:
-        """Chunks of one split."""
-        return -(-self.codes.shape[0] // self.splits)
-
-    @classmethod
-    def of(cls, weight: GroupInt4, device: torch.device | str, splits: int = 0) -> PackedInt4:
-        """Repack a weight, once, at load.
-
-        Args:
-            weight: On any device.
-            device: Where it is to be held.
-            splits: Of the inputs; 0 chooses by the layer's size.
-
-        Raises:
-            ConfigError: The group is no multiple of 64.
-        """
-        outputs, inputs = weight.shape
-        if weight.group % 64:
-            raise ConfigError(
-                f"4-bit weights in groups of {weight.group}: the GPU kernel takes multiples of 64"
-            )
-        chunk = 64 if weight.group % 128 else 128
-        chunks = inputs // chunk
-        padded = -(-outputs // PADDING) * PADDING
-        splits = splits or splits_for(padded, chunks)
-        # Whole spans only: a split without a chunk would be waited for all the same.
-        splits = -(-chunks // -(-chunks // splits))
-        return cls(
-            _ordered(weight.unpacked(), chunk, padded).to(device),
-            _meta(weight, padded).to(device),
-            outputs,
-            inputs,
-            chunk,
-            weight.group // chunk,
-            splits,
-        )
-
-
-def splits_for(outputs: int, chunks: int) -> int:
-    """Return into how many parts the inputs of a layer are split."""
-    tiles = -(-outputs // 128)
-    return max(1, min(-(-_PROGRAMS // tiles), _MOST_SPLITS, chunks // _LEAST_CHUNKS))
-
-
-def _ordered(codes: Tensor, chunk: int, padded: int) -> Tensor:
-    """Return int16 [chunks, padded, chunk / 4] of uint8 codes [N, K]; rows that pad are 0."""
-    outputs, inputs = codes.shape
-    parts = codes.view(outputs, inputs // chunk, 4, chunk // 4).to(torch.int32)
-    words = parts[:, :, 0] | (parts[:, :, 1] << 4) | (parts[:, :, 2] << 8) | (parts[:, :, 3] << 12)
-    ordered = torch.zeros(
-        inputs // chunk, padded, chunk // 4, dtype=torch.int16, device=codes.device
-    )
-    # From 32768 on, the conversion wraps around: the bits are what counts.
-    ordered[:, :outputs] = words.to(torch.int16).transpose(0, 1)
-    return ordered
-
-
-def _meta(weight: GroupInt4, padded: int) -> Tensor:
-    """Return int32 [groups, padded]: a half's scale leaves the last bits of a float32 free."""
-    outputs = weight.shape[0]
-    bits = weight.scales.to(torch.float32).view(torch.int32) | weight.zeros.to(torch.int32)
-    meta = torch.zeros(bits.shape[1], padded, dtype=torch.int32, device=bits.device)
-    meta[:, :outputs] = bits.t()
-    return meta
-
-
-@dataclass(frozen=True)
 class Int4Scratch:
-    """What all layers of a stream share."""
+    """Where the parts of split sums meet; one serves all layers of a stream."""
 
     parts: Tensor
     """float32 [splits x rows x outputs, the most that any layer needs]."""
     arrivals: Tensor
     """int32 [tiles], zero between launches."""
-
-    @classmethod
-    def allocate(
-        cls, weights: list[PackedInt4], rows: int, device: torch.device | str
-    ) -> Int4Scratch:
-        """Make scratch for these layers and at most so many rows."""
-        values = max((w.splits * rows * w.outputs for w in weights if w.splits > 1), default=0)
-        tiles = max((-(-w.outputs // 64) for w in weights), default=0)
-        return cls(
-            torch.empty(values, dtype=torch.float32, device=device),
-            torch.zeros(tiles, dtype=torch.int32, device=device),
-        )
 
 
 def int4_linear(
@@ -386,11 +271,12 @@ def int4_linear(
         weight.inputs,
         weight.codes.shape[0],
         weight.span,
+        weight.splits,
         BLOCK_M=block_m,
         BLOCK_N=shape.block_n,
         CHUNK=weight.chunk,
         CHUNKS_A_GROUP=weight.chunks_a_group,
-        SPLITS=weight.splits,
+        IS_SPLIT=weight.splits > 1,
         HAS_BIAS=bias_O is not None,
         COMPILED=x_TI.device.type == "cuda",
         STAGES=shape.num_stages,
