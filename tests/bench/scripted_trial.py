@@ -8,6 +8,7 @@ import msgspec
 
 from tailrace.bench.records import Record, write_records
 from tailrace.bench.result import Trial
+from tailrace.telemetry.phases import Phases
 from tailrace.telemetry.request_log import RequestRecord
 
 LOG_ZERO_S = 5000.0
@@ -32,10 +33,29 @@ class Script:
     stall_s: float = 0.0
     """Added before the tenth token."""
     closing_s: float = 0.0005
+    others_s: float | None = None
+    """Of the prefill: prompts of others. None: the log is of a version that tells no phases."""
+    decode_wait_s: float = 0.0
+    """Of the answer's time, by the log."""
 
     def after_s(self, number: int) -> float:
         """Return the time from the first token to token `number`, counted from 0."""
         return number * self.token_s + (self.stall_s if number >= 9 else 0.0)
+
+    def _phases(self, others_s: float, answer_s: float) -> dict[str, object]:
+        """Return what a log that tells the phases has besides."""
+        ttft = Phases(
+            body_s=self.ingest_s / 2,
+            tokenise_s=self.ingest_s / 2,
+            queue_s=self.queue_s,
+            prefill_s=self.prefill_s - others_s,
+            prefill_wait_s=others_s,
+        )
+        preempted_s = self.stall_s if self.preemptions and self.output_tokens > 9 else 0.0
+        whole = msgspec.structs.replace(
+            ttft, decode_s=answer_s - preempted_s, preempted_s=preempted_s
+        )
+        return {"phases": whole, "ttft_phases": ttft, "decode_wait_s": self.decode_wait_s}
 
     def record(self, index: int) -> Record:
         """Return what the client saw."""
@@ -65,7 +85,9 @@ class Script:
         slot_s = submitted_s + self.queue_s
         first_s = slot_s + self.prefill_s
         last_s = first_s + self.after_s(self.output_tokens - 1)
+        told = {} if self.others_s is None else self._phases(self.others_s, last_s - first_s)
         return RequestRecord(
+            **told,
             request_id=f"r{index}",
             route="/v1/completions",
             unix_s=0.0,

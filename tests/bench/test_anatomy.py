@@ -277,3 +277,42 @@ def test_without_a_log_the_pace_comes_from_prompts_that_did_not_queue():
     assert dissected(scripts[6:], has_log=False, server=server).pace_s == pytest.approx(
         0.011, rel=0.05
     )
+
+
+@settings(max_examples=50)
+@given(scripts=SCRIPTS, share=st.floats(0, 1), wait_s=DELAYS)
+def test_the_pieces_sum_to_the_latency_where_the_log_tells_phases(scripts, share, wait_s):
+    for script in scripts:
+        script.others_s, script.decode_wait_s = share * script.prefill_s, wait_s
+    for request in dissected(scripts).requests:
+        record = request.record
+        assert sum(request.ttft.values()) == pytest.approx(
+            record.first_token_s - record.scheduled_s, abs=1e-6
+        )
+        assert sum(request.e2e.values()) == pytest.approx(
+            record.finished_s - record.scheduled_s, abs=1e-6
+        )
+        assert all(seconds > 0 for seconds in request.e2e.values())
+
+
+def test_what_the_engine_measured_is_taken_as_it_is():
+    """Two requests: too few for any figure of the trial, and none is needed."""
+    usual = Script(due_s=0.0, others_s=0.0)
+    slow = Script(
+        due_s=10.0,
+        prefill_s=2.0,
+        others_s=1.5,
+        preemptions=1,
+        stall_s=0.7,
+        token_s=0.03,
+        decode_wait_s=0.4,
+    )
+    _, request = dissected([usual, slow]).requests
+    assert request.ttft["own_prefill"] == pytest.approx(0.5, abs=0.01)
+    assert request.ttft["others_prefill"] == pytest.approx(1.5, abs=0.01)
+    assert "preemption" not in request.ttft
+    assert request.e2e["preemption"] == pytest.approx(0.7, abs=0.01)
+    assert request.e2e["others_prefill"] == pytest.approx(1.9, abs=0.01)
+    # Its own answer: the median of 10 ms and (600 - 400) / 20 ms a token.
+    assert request.e2e["own_decode"] == pytest.approx(0.2, abs=0.01)
+    assert "unknown" not in request.ttft

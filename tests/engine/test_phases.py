@@ -13,7 +13,13 @@ from tailrace.clock import VirtualClock
 from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.engine import Engine
 from tailrace.engine.scheduler import Scheduler
-from tailrace.types import EngineRequest, RequestTimes, SamplingParams, TokenOutput
+from tailrace.types import (
+    EngineRequest,
+    GrowPrompt,
+    RequestTimes,
+    SamplingParams,
+    TokenOutput,
+)
 from tests.support.fake_runner import VOCAB, FakeRunner
 
 CONTEXT = 64
@@ -240,3 +246,36 @@ def test_who_is_aborted_in_the_queue_has_only_queued():
     assert phases(run.finals["r-1"]) == (1.0, 0.0, 0.0, 0.0, 0.0)
     assert run.finals["r-1"].scheduled_s == 0
     run.finish()
+
+
+def test_what_was_computed_while_the_body_came_cost_the_request_nothing():
+    run = make_run([1.0], num_units=64, budget=64)
+    prompt = [1] * 40
+    run.engine.grow(GrowPrompt("r", 0, prompt[:33], lifetime_s=99.0))
+    for _ in range(6):
+        run.take(run.engine.step())
+    assert run.engine.scheduler.early.holders
+    computed = sum(row.end - row.start for rows in run.runner.steps for row in rows)
+    assert computed >= 16
+    run.clock.advance(5.0)  # the rest of the body took its time
+    run.add("r", prompt, 3)
+    run.finish()
+    assert run.engine.scheduler.early.used_tokens_total >= 16
+    # One step for what was left of the prompt, then two tokens.
+    assert phases(run.finals["r"]) == (0.0, 1.0, 0.0, 2.0, 0.0)
+    check(run.finals["r"])
+
+
+def test_an_early_step_in_flight_is_not_the_requests_own():
+    """The request comes while its prompt is being computed early, and then has to wait."""
+    run = make_run([1.0], num_units=64, budget=64, slots=1)
+    run.add("first", [2] * 4, 6)
+    run.engine.grow(GrowPrompt("r", 0, [1] * 33, lifetime_s=99.0))
+    run.take(run.engine.step())
+    run.take(run.engine.step())
+    run.add("r", [1] * 40, 2)
+    run.finish()
+    first, waited = run.finals["first"], run.finals["r"]
+    check(waited)
+    assert waited.queue_s >= first.finished_s - waited.arrival_s
+    assert waited.prefill_s + waited.prefill_wait_s + waited.decode_s == pytest.approx(2.0)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tailrace.telemetry import request_log
-from tailrace.telemetry.request_log import RequestLog, RequestRecord, rotated
+from tailrace.telemetry.request_log import LogMark, RequestLog, RequestRecord, rotated
 
 
 def record(request_id="r", **fields):
@@ -231,3 +231,22 @@ def test_other_files_of_the_folder_are_no_part_of_a_log(tmp_path):
         (tmp_path / name).touch()
     assert [file.name for file in rotated(path)] == ["a.jsonl.10", "a.jsonl.2", "a.jsonl.1"]
     assert rotated(tmp_path / "missing" / "a.jsonl") == []
+
+
+@pytest.mark.parametrize("files", [1, 9])
+@pytest.mark.parametrize("before", [0, 1, 3, 7])
+def test_what_is_written_after_a_mark_is_found_whatever_is_rotated(tmp_path, before, files):
+    path = tmp_path / "requests.jsonl"
+    log = RequestLog(str(path), max_bytes=3 * LINE_BYTES, files=files)
+    names = [f"r{n}" for n in range(before)]
+    for name in names:
+        log.write(record(name))
+    log.close()
+    mark = LogMark(path)
+    assert mark.written_since() == b""
+    written(path, [f"s{n}" for n in range(6)], max_bytes=3 * LINE_BYTES, files=files)
+    found = [json.loads(line)["request_id"] for line in mark.written_since().splitlines()]
+    wanted = [f"s{n}" for n in range(6)]
+    assert found == wanted[len(wanted) - len(found) :]
+    assert files == 1 or found == wanted  # with one file beside, the oldest are deleted by now
+    assert len(found) >= 4

@@ -8,7 +8,9 @@ The inner moments come from Tailrace's request log; without it the server is one
 the first token, and only what the client's records and the readings prove is taken out of it. What
 nothing proves stays "unknown".
 
-How prefill and decode are split, on figures of the same trial:
+Where the log tells the phases (docs/why-slow.md), prefill, other prompts and preemptions are what
+the engine measured; only decode is split further, into its own answer at the trial's median pace
+and a full batch. Elsewhere prefill and decode are split on figures of the same trial:
 - Own prompt: uncached tokens x the pace of the fastest tenth of the longer prompts.
 - Other prompts: what others prefilled meanwhile x the same pace; in decode only what exceeds the
   trial's usual amount, since the usual pace of decode has paid for that.
@@ -30,11 +32,10 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
 from tailrace.bench.stats import gaps_s, percentile
-from tailrace.telemetry.request_log import RequestRecord
+from tailrace.telemetry.request_log import RequestRecord, read_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
     from tailrace.bench.records import Record
     from tailrace.bench.scrape import Scrape
+    from tailrace.telemetry.phases import Phases
 
 CAUSES = {
     "failed": "failed",
@@ -73,11 +75,7 @@ READING_AGE_S = 2.0
 """A reading tells about the time up to so long after it."""
 
 
-class LogLine(RequestRecord):
-    """A line of the request log, with the client's own id where the server notes it."""
-
-    http_request_id: str = ""
-    """The request's X-Request-Id."""
+LogLine = RequestRecord
 
 
 @dataclass(frozen=True)
@@ -219,16 +217,7 @@ def read_log(file: Path) -> tuple[list[LogLine], int]:
 
     A full disk may have torn a line; the file may hold requests of other trials.
     """
-    if not file.exists():
-        return [], 0
-    decoder = msgspec.json.Decoder(LogLine)
-    found, torn = [], 0
-    for line in file.read_bytes().splitlines():
-        try:
-            found.append(decoder.decode(line))
-        except msgspec.MsgspecError:
-            torn += 1
-    return found, torn
+    return read_records([file]) if file.exists() else ([], 0)
 
 
 def join(records: Sequence[Record], lines: Iterable[LogLine]) -> tuple[ServerLog | None, str]:
@@ -295,7 +284,7 @@ def dissect(
     tokens = [_prompt_tokens(record) for record in ended]
     pace_s = _pace_s(moments, tokens, server)
     tpot_s = _median(
-        (m.last_made_s - m.first_made_s) / (_output_tokens(r) - 1)
+        _decoded_s(m, log.lines.get(r.index) if log else None) / (_output_tokens(r) - 1)
         for r, m in zip(ended, moments, strict=True)
         if m and _output_tokens(r) > 1
     )
@@ -313,6 +302,13 @@ def dissect(
         joined=sum(request.line is not None for request in requests),
         error_s=log.error_s if log else None,
     )
+
+
+def _decoded_s(m: Moments, line: LogLine | None) -> float:
+    """Return the time of an answer; other prompts and preemptions taken out where that is told."""
+    if line is None or line.phases is None or not m.is_logged:
+        return m.last_made_s - m.first_made_s
+    return line.phases.decode_s - line.decode_wait_s
 
 
 def _prompt_tokens(record: Record) -> int:
@@ -430,13 +426,18 @@ class _Cut:
                 e2e=pieces,
                 prompt_tokens=tokens,
             )
-        stalls_s = self._stalls_s(record, line.preemptions if line else 0)
-        is_preempted_before = bool(line and line.preemptions > len(stalls_s))
         waiting = self.load.company(index, moments.slot_s, moments.first_made_s)
         answering = self.load.company(index, moments.first_made_s, moments.last_made_s)
-        before = self._before(moments, tokens, waiting, is_preempted_before)
-        after = self._after(moments, _output_tokens(record), answering, stalls_s)
-        ttft = before | {"emission": moments.first_read_s - moments.first_made_s}
+        output_tokens = _output_tokens(record)
+        if line is not None and moments.is_logged and line.phases and line.ttft_phases:
+            before = _told_before(moments, line.ttft_phases)
+            after = self._told_after(moments, output_tokens, answering, line)
+        else:
+            stalls_s = self._stalls_s(record, line.preemptions if line else 0)
+            is_preempted_before = bool(line and line.preemptions > len(stalls_s))
+            before = self._before(moments, tokens, waiting, is_preempted_before)
+            after = self._after(moments, output_tokens, answering, stalls_s)
+        ttft = _sum(before, {"emission": moments.first_read_s - moments.first_made_s})
         last = {"emission": moments.finished_s - moments.last_made_s}
         return Anatomy(
             record=record,
@@ -490,6 +491,25 @@ class _Cut:
         is_crowded = company.streams > self.load.usual_streams
         return _sum(pieces, {_rest(is_crowded): left_s})
 
+    def _told_after(
+        self, m: Moments, tokens: int, company: Company, line: LogLine
+    ) -> dict[str, float]:
+        """Cut the time from the first token made to the last, as the log tells it."""
+        left_s = m.last_made_s - m.first_made_s
+        phases, first = line.phases, line.ttft_phases
+        if phases is None or first is None:
+            return {"unknown": left_s}
+        pieces: dict[str, float] = {}
+        for cause, seconds in (
+            ("preemption", phases.preempted_s - first.preempted_s),
+            ("others_prefill", line.decode_wait_s),
+            ("own_decode", (self.tpot_s or 0.0) * max(tokens - 1, 0)),
+        ):
+            pieces[cause] = min(left_s, max(seconds, 0.0))
+            left_s -= pieces[cause]
+        is_crowded = company.streams > self.load.usual_streams
+        return _sum(pieces, {_rest(is_crowded): left_s})
+
     def _stalls_s(self, record: Record, preemptions: int) -> list[float]:
         """Return the longest gaps of a stream, as many as it was preempted.
 
@@ -498,6 +518,27 @@ class _Cut:
         least_s = STALL_FACTOR * (self.tpot_s or 0.0)
         longest = sorted(gaps_s(record), reverse=True)[:preemptions]
         return [gap for gap in longest if gap >= least_s]
+
+
+def _told_before(m: Moments, phases: Phases) -> dict[str, float]:
+    """Cut the time to the first token made, as the log tells it."""
+    admission_s = min(phases.admission_s, m.submitted_s - m.sent_s)
+    pieces = {
+        "client": m.dispatched_s - m.scheduled_s,
+        "network": m.sent_s - m.dispatched_s,
+        "ingest": m.submitted_s - m.sent_s - admission_s,
+        "queue": m.slot_s - m.submitted_s + admission_s,
+    }
+    left_s = m.first_made_s - m.slot_s
+    for cause, seconds in (
+        ("own_prefill", phases.prefill_s),
+        ("others_prefill", phases.prefill_wait_s),
+        ("preemption", phases.preempted_s),
+    ):
+        pieces[cause] = min(left_s, seconds)
+        left_s -= pieces[cause]
+    # The log's stamp is the front end's: the rest is the way there from the engine.
+    return _sum(pieces, {"emission": left_s})
 
 
 def _rest(is_crowded: bool) -> str:

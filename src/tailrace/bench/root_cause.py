@@ -267,6 +267,11 @@ class _Facts:
     def is_logged(self) -> bool:
         return any(request.line for request in self.touched)
 
+    @property
+    def is_told(self) -> bool:
+        """Whether the log tells the phases, so that nothing was inferred."""
+        return all(request.line and request.line.phases for request in self.touched)
+
     def tokens_of_others(self, request: Anatomy) -> float:
         """Return the prompt tokens of others within the latency that is looked at."""
         spans = [request.waiting] + [request.answering] * (self.metric == "e2e")
@@ -336,6 +341,8 @@ def _queue(facts: _Facts) -> str:
 def _own_prefill(facts: _Facts) -> str:
     pace_ms = (facts.trial.pace_s or 0.0) * 1e3
     tokens = facts.compare(lambda request: request.prompt_tokens)
+    if facts.is_told:
+        return f"prompt tokens {tokens}; as the engine measured: {facts.took}"
     return f"prompt tokens {tokens}; at {pace_ms:.3g} ms a token: {facts.took}"
 
 
@@ -347,7 +354,8 @@ def _others_prefill(facts: _Facts) -> str:
 
 def _preemption(facts: _Facts) -> str:
     count = sum(request.preemptions for request in facts.touched)
-    return f"preemptions by the request log: {count}; their gaps beyond the usual: {facts.took}"
+    what = "waiting and computing again" if facts.is_told else "their gaps beyond the usual"
+    return f"preemptions by the request log: {count}; {what}: {facts.took}"
 
 
 def _own_decode(facts: _Facts) -> str:
@@ -437,7 +445,8 @@ def _notes(dissection: Dissection, why_no_log: str, torn: int, missing: Sequence
         )
     if torn:
         notes.append(f"{torn} lines of the request log could not be read")
-    if dissection.pace_s is None and dissection.requests:
+    is_told = all(r.line and r.line.phases for r in dissection.requests)
+    if dissection.pace_s is None and dissection.requests and not is_told:
         notes.append("too few requests to tell a prompt's pace: prefill is not split")
     if missing:
         notes.append(f"not known for want of readings: {'; '.join(missing)}")

@@ -17,6 +17,7 @@ from tailrace.bench.engines import start
 from tailrace.bench.engines.tailrace import request_log_of
 from tailrace.bench.masking import masked
 from tailrace.bench.target import inspect
+from tailrace.telemetry.request_log import LogMark, rotated
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -72,7 +73,7 @@ class Session:
         self._server: EngineServer | None = None
         """From the moment it is asked to start."""
         self._served: Served | None = None
-        self._log_bytes = 0
+        self._log_mark: LogMark | None = None
 
     async def __aenter__(self) -> Self:
         """Start nothing yet."""
@@ -112,17 +113,16 @@ class Session:
 
     def mark_request_log(self) -> None:
         """Remember where the request log ends now: what follows belongs to the next trial."""
-        self._log_bytes = self._request_log_bytes()
+        if self._spec.request_log is not None:
+            self._log_mark = LogMark(self._spec.request_log)
 
     async def copy_request_log(self, file: Path) -> None:
         """Write what was logged since the mark to `file`; nothing where there is no log."""
-        if self._spec.request_log is not None:
-            await asyncio.sleep(LOG_SETTLE_S)
-            _copy_tail(self._spec.request_log, self._log_bytes, file)
-
-    def _request_log_bytes(self) -> int:
         log = self._spec.request_log
-        return log.stat().st_size if log is not None and log.exists() else 0
+        if log is None:
+            return
+        await asyncio.sleep(LOG_SETTLE_S)
+        _copy_log(log, self._log_mark, file)
 
     async def _enter(self) -> Served:
         self._on_progress(f"starting {self._spec.name}")
@@ -173,14 +173,11 @@ def secrets_of(spec: EngineSpec) -> list[str]:
     return [os.environ.get(spec.api_key_env, "")] if spec.api_key_env else []
 
 
-def _copy_tail(log: Path, offset: int, file: Path) -> None:
-    """Write the whole lines of `log` after `offset` to `file`."""
-    if not log.exists():
-        return
-    with log.open("rb") as stream:
-        stream.seek(offset)
-        lines = stream.read()
-    file.write_bytes(lines[: lines.rfind(b"\n") + 1])
+def _copy_log(log: Path, mark: LogMark | None, file: Path) -> None:
+    """Write the whole lines that came after `mark` to `file`; nothing where there is no log."""
+    if rotated(log):
+        lines = mark.written_since() if mark else log.read_bytes()
+        file.write_bytes(lines[: lines.rfind(b"\n") + 1])
 
 
 def _with_request_log(spec: EngineSpec, file: Path) -> EngineSpec:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger("tailrace.request_log")
 
 _QUEUE_RECORDS = 10_000
+_HEAD_BYTES = 512
+"""Enough to tell two files apart: a record begins with its id."""
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):
@@ -183,6 +185,39 @@ def rotated(path: Path) -> list[Path]:
             if match:
                 found[int(match[1])] = other
     return [found[number] for number in sorted(found, reverse=True)] + [path] * path.exists()
+
+
+class LogMark:
+    """Where a log ends now: what is written later can be told from it, whatever is rotated.
+
+    Files are known by how they begin: names move on, and a new file may get a deleted one's inode.
+
+    Args:
+        path: The log; it need not be there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known: list[tuple[bytes, int]] = []
+        for file in rotated(path):
+            size = file.stat().st_size
+            self._known.append((_head(file)[:size], size))
+
+    def written_since(self) -> bytes:
+        """Return what was written since, but for what has been deleted meanwhile."""
+        parts = []
+        for file in rotated(self._path):
+            head = _head(file)
+            known = [size for begins, size in self._known if begins and head.startswith(begins)]
+            with file.open("rb") as stream:
+                stream.seek(max(known, default=0))
+                parts.append(stream.read())
+        return b"".join(parts)
+
+
+def _head(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        return stream.read(_HEAD_BYTES)
 
 
 def read_records(files: Iterable[Path]) -> tuple[list[RequestRecord], int]:
