@@ -31,6 +31,10 @@ class EngineError(TailraceError):
     """The engine failed, or died, while it held work."""
 
 
+class DeviceMemoryError(EngineError):
+    """A step found no memory on the device; the device is sound, and smaller steps may run."""
+
+
 class IntegrityError(EngineError):
     """A data structure contradicts itself: a bug here, never the client's doing."""
 

@@ -174,6 +174,8 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     """The token that caused "stop", so that the front end leaves it out of the text."""
     error: str | None = None
     """For "error": what happened, fit for the client."""
+    may_retry: bool = False
+    """For "error": the same request may succeed later."""
     times: RequestTimes | None = None
     """With the first token, with the first one after a preemption, and with the last output."""
 
@@ -310,6 +312,8 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True):
     step_costs: StepCosts | None = None
     """As learnt up to now; None where there was no warm-up to fit them."""
     timings: StepTimings | None = None
+    memory_failures_total: int = 0
+    """Steps that found no memory on the device."""
 
 
 class EngineOutputs(msgspec.Struct, frozen=True, omit_defaults=True, tag="outputs"):

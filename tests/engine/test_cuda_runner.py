@@ -26,6 +26,8 @@ from tailrace.engine.engine import Engine
 from tailrace.engine.runner import Runner
 from tailrace.engine.sampler import Sampler
 from tailrace.engine.scheduler import Scheduler
+from tailrace.engine.sequence import Sequence
+from tailrace.errors import DeviceMemoryError
 from tailrace.kernels.torch_kernels import TorchKernels
 from tailrace.kernels.triton_kernels import TritonKernels
 from tailrace.models.loader import load_model
@@ -62,7 +64,10 @@ class Framed(CudaRunner):
 
 def run_now(function, *args):
     done = Future()
-    done.set_result(function(*args))
+    try:
+        done.set_result(function(*args))
+    except DeviceMemoryError as error:
+        done.set_exception(error)
     return done
 
 
@@ -166,6 +171,44 @@ def test_sampled_rows_draw_as_on_the_cpu(folder):
     requests = make_requests(temperature=0.8, top_p=0.9, seed=7)
     expected = generate(cpu_runner(folder), requests)
     assert generate(gpu_runner(folder, CudaRunner), requests) == expected
+
+
+class Starved(CudaRunner):
+    """Finds no memory in a step, after all else of them is done: the worst moment."""
+
+    failing = (4,)
+    calls = 0
+
+    def _queue(self, prepared):
+        result = super()._queue(prepared)
+        self.calls += 1
+        if self.calls in self.failing:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+        return result
+
+
+def test_a_step_without_memory_changes_no_token_that_was_drawn_with_a_seed(folder):
+    requests = make_requests(temperature=0.8, seed=7, presence_penalty=0.5)
+    starved = gpu_runner(folder, Starved)
+    assert generate(starved, requests) == generate(cpu_runner(folder), requests)
+    assert starved.calls > max(starved.failing)
+
+
+def test_lack_of_memory_is_told_from_other_faults_in_one_line(folder):
+    runner = gpu_runner(folder, Starved)
+    runner.failing = (1,)
+    with pytest.raises(
+        DeviceMemoryError, match=r"^CUDA out of memory. Tried to allocate 2.00 GiB.$"
+    ):
+        generate_alone(runner)
+
+
+def generate_alone(runner):
+    """Run one step without an engine, which would try again."""
+    blocks = BlockManager(BLOCKS, BLOCK, prefix_cache=False)
+    scheduler = Scheduler(blocks, max_batch_size=SLOTS, token_budget=BUDGET)
+    scheduler.add(Sequence.from_request(make_requests(temperature=0.0)[1], CONTEXT))
+    runner.execute(runner.prepare(scheduler.schedule(), blocks))
 
 
 def test_buckets_cover_every_batch_size():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,6 +11,7 @@ from tailrace.clock import VirtualClock
 from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.engine import Engine
 from tailrace.engine.scheduler import Scheduler
+from tailrace.errors import DeviceMemoryError
 from tailrace.types import EngineRequest, ReserveKv, SamplingParams, TokenOutput
 from tests.support.fake_runner import VOCAB, FakeRunner, expected_output
 
@@ -53,6 +55,7 @@ def make_bench(
     budget=16,
     prefix_cache=True,
     fail_when=None,
+    failure=RuntimeError,
     eos=(),
     mixed_sizes=True,
     surprised=False,
@@ -62,6 +65,7 @@ def make_bench(
         num_blocks, block_size, prefix_cache=prefix_cache, mixed_sizes=mixed_sizes
     )
     runner = FakeRunner(block_size, **({"fail_when": fail_when} if fail_when else {}))
+    runner.failure = failure
     scheduler = Scheduler(blocks, max_batch_size=slots, token_budget=budget)
     for _ in range(20 * surprised):
         scheduler.answers.observe(1)
@@ -244,6 +248,107 @@ def test_a_failing_step_ends_its_own_requests_and_no_other():
     assert bench.reasons == {"r-0": "error", "r-1": "length"}
     assert bench.tokens["r-1"] == expected_output([1, 2], 3, frozenset())
     assert bench.blocks.held_units == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    jobs=st.lists(st.tuples(prompts, st.integers(1, 12)), min_size=1, max_size=6),
+    failing=st.sets(st.integers(0, 20), min_size=1, max_size=5),
+    budget=st.integers(4, 40),
+)
+def test_out_of_memory_in_a_step_costs_time_and_no_wrong_token(jobs, failing, budget):
+    """Whatever steps fail, each request gets the model's tokens, or an error after its second."""
+    calls = itertools.count()
+    bench = make_bench(
+        num_blocks=32,
+        budget=budget,
+        fail_when=lambda rows: next(calls) in failing,
+        failure=DeviceMemoryError,
+    )
+    for i, (prompt, max_tokens) in enumerate(jobs):
+        assert bench.engine.add(request(f"r-{i}", prompt, max_tokens)) is None
+    bench.run()
+    for i, (prompt, max_tokens) in enumerate(jobs):
+        expected = expected_output(prompt, max_tokens, frozenset())
+        found = bench.tokens.get(f"r-{i}", [])
+        assert found == expected[: len(found)]
+        if len(failing) == 1:
+            assert found == expected
+    assert bench.blocks.available_units == bench.blocks.num_units
+
+
+def test_a_request_without_memory_twice_ends_with_an_error_that_may_be_retried():
+    bench = make_bench(
+        budget=64,
+        fail_when=lambda rows: any(row.inputs and 39 in row.inputs for row in rows),
+        failure=DeviceMemoryError,
+    )
+    bench.engine.add(request("small-0", [1, 2], 20))
+    bench.engine.add(request("large-1", list(range(40)), 4))
+    said = []
+    for _ in range(200):
+        if not bench.engine.has_work:
+            break
+        said += bench.engine.step()
+        bench.blocks.check_integrity()
+    ends = {output.request_id: output for output in said if output.finish_reason}
+    assert ends["large-1"].finish_reason == "error"
+    assert ends["large-1"].may_retry
+    assert "ran out of memory" in ends["large-1"].error
+    assert ends["small-0"].finish_reason == "length"
+    small = [token for o in said if o.request_id == "small-0" for token in o.token_ids]
+    assert small == expected_output([1, 2], 20, frozenset())
+    stats = bench.engine.stats()
+    assert (stats.memory_failures_total, stats.preemptions_total) == (2, 0)
+
+
+def test_steps_after_one_without_memory_are_smaller_for_a_while():
+    failed = []
+
+    def too_large(rows):
+        failed.append(sum(row.end - row.start for row in rows))
+        return len(failed) == 1
+
+    bench = make_bench(
+        num_blocks=64, budget=32, prefix_cache=False, fail_when=too_large, failure=DeviceMemoryError
+    )
+    bench.engine.context_length = 400
+    for i in range(8):
+        bench.engine.add(request(f"r-{i}", [i] * 50, 60))
+    bench.run()
+    assert failed[0] == 32
+    assert max(failed[2:60]) <= 16  # the second was issued before the first had failed
+    assert max(failed[60:]) == 32
+    assert all(
+        bench.tokens[f"r-{i}"] == expected_output([i] * 50, 60, frozenset()) for i in range(8)
+    )
+
+
+def test_a_lost_device_ends_the_engine_even_where_memory_was_short():
+    bench = make_bench(fail_when=lambda rows: True, failure=DeviceMemoryError)
+
+    def lost():
+        raise RuntimeError("the device is gone")
+
+    bench.runner.check_device = lost
+    bench.engine.add(request("r-0", [1, 2, 3], 4))
+    with pytest.raises(RuntimeError, match="gone"):
+        bench.run()
+
+
+def test_prompt_scores_lost_with_a_step_are_made_again():
+    """The fake scores nothing: what matters is that the positions are asked for once more."""
+    calls = itertools.count()
+    bench = make_bench(fail_when=lambda rows: next(calls) == 1, failure=DeviceMemoryError)
+    bench.engine.add(request("r-0", list(range(40)), 4, prompt_logprobs=0))
+    sequence = bench.engine._sequences["r-0"]
+    sequence.prompt_scored, sequence.prompt_logprobs = 32, [None] * 17
+    for _ in range(3):
+        bench.step()
+    assert sequence.memory_failures == 1
+    assert (sequence.num_computed, sequence.prompt_scored) == (16, 16)
+    bench.run()
+    assert bench.tokens["r-0"] == expected_output(list(range(40)), 4, frozenset())
 
 
 def test_a_lost_device_ends_the_engine_since_no_later_step_could_succeed():

@@ -8,7 +8,7 @@ oracle (`expected_output`) knows nothing of batches, blocks or steps.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tailrace.engine.runner import StepResult
@@ -61,6 +61,7 @@ class LazyFuture:
 class FakeRunner:
     block_size: int
     fail_when: Callable[[list[Row]], bool] = lambda rows: False
+    failure: type[Exception] = RuntimeError
     kv: dict[tuple[int, int], int] = field(default_factory=dict)
     last: dict[int, int] = field(default_factory=dict)
     steps: list[list[Row]] = field(default_factory=list)
@@ -104,7 +105,10 @@ class FakeRunner:
     def execute(self, rows: list[Row]) -> StepResult:
         self.steps.append(rows)
         if self.fail_when(rows):
-            raise RuntimeError("the device said no")
+            for row in rows:  # whoever reads on reads what no model ever wrote
+                self._write(replace(row, inputs=[-1] * (row.end - row.start)))
+                self.last[row.slot] = -1
+            raise self.failure("the device said no")
         for row in rows:
             self._write(row)
         tokens = []

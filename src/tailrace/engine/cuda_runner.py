@@ -29,7 +29,7 @@ from tailrace.engine.device_sampler import NO_TOKEN
 from tailrace.engine.early_prompts import EARLY_SLOTS
 from tailrace.engine.runner import Admission, PromptRows, StepResult, prompt_rows, score_prompt
 from tailrace.engine.staging import RING, Packed, Staging
-from tailrace.errors import EngineError
+from tailrace.errors import DeviceMemoryError, EngineError
 from tailrace.kernels.attention_shapes import prefill_shape
 from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.paged_attention.device_batch import DeviceBatch, cut_tiles
@@ -434,9 +434,18 @@ class CudaRunner:
 
     @torch.inference_mode()
     def execute(self, prepared: PreparedDeviceStep) -> DeviceResult:
-        """Queue one step; called on the runner's thread only, in order of scheduling."""
+        """Queue one step; called on the runner's thread only, in order of scheduling.
+
+        Raises:
+            DeviceMemoryError: It found no memory; the next step may.
+        """
         begun_s = time.perf_counter()
-        result = self._queue(prepared)
+        try:
+            result = self._queue(prepared)
+        except torch.OutOfMemoryError as error:
+            # What no tensor holds goes back to the device: pieces may have become too small.
+            torch.cuda.empty_cache()
+            raise DeviceMemoryError(str(error).splitlines()[0]) from error
         # Not a copy: the next step's grammars wait for this very result.
         result.queue_s = time.perf_counter() - begun_s
         return result

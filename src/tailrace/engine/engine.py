@@ -13,7 +13,7 @@ A request with a grammar waits, outside the scheduler, until that is compiled on
 from __future__ import annotations
 
 from concurrent.futures import wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
@@ -23,7 +23,7 @@ from tailrace.engine.phases import StepSums
 from tailrace.engine.sequence import Sequence, Status
 from tailrace.engine.step_meter import StepMeter
 from tailrace.engine.step_time import StepTimeModel
-from tailrace.errors import IntegrityError
+from tailrace.errors import DeviceMemoryError, IntegrityError
 from tailrace.text.grammar import GrammarError
 from tailrace.types import (
     EngineStats,
@@ -51,6 +51,10 @@ log = structlog.get_logger("tailrace.engine")
 
 _COMPILE_WAIT_S = 0.002
 """An engine with nothing else to do looks so often for new requests while a grammar compiles."""
+_NO_MEMORY = (
+    "the device ran out of memory in this request's step, and again when it was computed anew; "
+    "try again later, or send a shorter prompt"
+)
 
 
 class Executed(Protocol):
@@ -102,6 +106,8 @@ class _InFlight:
     predicted_s: float | None
     follows: bool
     """Whether it was issued while another was in flight."""
+    void: set[Sequence] = field(default_factory=set)
+    """Whose chunks continue a step that brought nothing, so that these bring nothing either."""
 
 
 @dataclass
@@ -112,6 +118,7 @@ class _Counters:
     step_time_s: float = 0.0
     step_tokens: int = 0
     busy_s: float = 0.0
+    memory_failures: int = 0
 
 
 class Engine:
@@ -277,6 +284,7 @@ class Engine:
             early_dropped_tokens_total=self.scheduler.early.dropped_tokens_total,
             step_costs=self.step_time.costs,
             timings=self.meter.read(),
+            memory_failures_total=count.memory_failures,
         )
 
     def inspect_kv(self) -> KvReport:
@@ -415,17 +423,22 @@ class Engine:
         except Exception as error:  # noqa: BLE001 -- whatever it was, only this step's requests fail
             self.runner.check_device()  # but where the device is lost: only a new process helps
             self._last_done_s = self._clock()
+            if isinstance(error, DeviceMemoryError) or in_flight.void:
+                return self._retry_step(in_flight, error)
             return self._fail_step(in_flight.step, error)
         now = self._clock()
         self._account(in_flight, result, now)
         outputs = []
         sampled = 0
         for index, chunk in enumerate(in_flight.step.chunks):
+            row = sampled if chunk.samples else None
+            sampled += chunk.samples
+            if chunk.sequence in in_flight.void:
+                self.scheduler.retire(chunk)
+                continue
             self._count_prefill(chunk)
             self._settle(chunk, now)
             self._take_prompt_logprobs(chunk, result, index)
-            row = sampled if chunk.samples else None
-            sampled += chunk.samples
             output = self._commit(chunk, result, row, now)
             if output is not None:
                 outputs.append(output)
@@ -535,7 +548,13 @@ class Engine:
         return sequence.prompt_logprobs or [None]
 
     def _finish(
-        self, sequence: Sequence, reason: str, now: float, error: str | None = None
+        self,
+        sequence: Sequence,
+        reason: str,
+        now: float,
+        error: str | None = None,
+        *,
+        may_retry: bool = False,
     ) -> TokenOutput:
         self._let_go(sequence, forget=reason == "error")
         return TokenOutput(
@@ -543,6 +562,7 @@ class Engine:
             [],
             finish_reason=reason,
             error=error,
+            may_retry=may_retry,
             times=self._times(sequence, now),
         )
 
@@ -565,6 +585,51 @@ class Engine:
             elif chunk.sequence.status is not Status.FINISHED:
                 outputs.append(self._finish(chunk.sequence, "error", now, error=message))
         return outputs
+
+    def _retry_step(self, in_flight: _InFlight, error: Exception) -> list[TokenOutput]:
+        """Have the chunks of a step without memory computed again, in smaller steps.
+
+        The KV before them is sound, so nothing else is lost. It is the rows of prompts that take
+        memory: who brought some gets a second try and no third; where nobody did, all count.
+        """
+        step, outputs = in_flight.step, []
+        self._counters.memory_failures += 1
+        budget = self.scheduler.cut_budget()
+        log.warning(
+            "step_without_memory",
+            error=str(error),
+            tokens=step.num_tokens,
+            requests=len(step.chunks),
+            token_budget_now=budget,
+        )
+        for chunk in step.chunks:
+            self.scheduler.retire(chunk)
+        following, self._in_flight = self._in_flight, None
+        if following is not None:  # it builds on KV and tokens that were never made
+            following.void = {chunk.sequence for chunk in step.chunks}
+            outputs = self._collect(following)
+        all_count = step.decodes == len(step.chunks)
+        for chunk in step.chunks:
+            if chunk.sequence not in in_flight.void:
+                output = self._try_again(chunk, counts=all_count or chunk.num_tokens > 1)
+                outputs += [output] if output is not None else []
+        return outputs
+
+    def _try_again(self, chunk: Chunk, *, counts: bool) -> TokenOutput | None:
+        """Rewind a request to before a chunk that brought nothing, or end it."""
+        sequence = chunk.sequence
+        if sequence.status is Status.FINISHED:
+            return None
+        if sequence.status is not Status.RUNNING:  # preempted since, or computed early
+            self.scheduler.early.drop(sequence, forget=True)
+            return None
+        if counts and sequence.memory_failures:
+            return self._finish(sequence, "error", self._clock(), error=_NO_MEMORY, may_retry=True)
+        sequence.memory_failures += counts
+        if not sequence.num_output:  # what came of its prompt's scores; none has been sent
+            sequence.prompt_scored = max(0, len(sequence.prompt_logprobs) - 1)
+        self.scheduler.rewind(sequence, chunk.start)
+        return None
 
     @staticmethod
     def _times(sequence: Sequence, now: float) -> RequestTimes:

@@ -17,7 +17,9 @@ Rules, in this order:
 7. Nobody is admitted in a step that preempted somebody.
 8. What a step has left when nobody waits goes to prompts that are still arriving; they are the
    first to give units up (early_prompts.py).
-9. A preempted sequence whose last token is still in flight waits until that token is known.
+9. After a step that found no memory on the device, its chunks are computed again, in steps of half
+   the token budget; every so many steps without such a failure it doubles again.
+10. A preempted sequence whose last token is still in flight waits until that token is known.
 
 Steps overlap (see sequence.py): `schedule` may be called for step N+1 before `commit` of step N.
 Units that a preempted or finished sequence gives back may be handed out at once although a step
@@ -43,6 +45,9 @@ if TYPE_CHECKING:
     from tailrace.engine.block_manager import BlockManager, Table
     from tailrace.engine.pace import Pace
 
+_LEAST_BUDGET_SHARE = 8
+"""One part in so many of the token budget is the least that lack of memory leaves of it."""
+_STEPS_TO_RECOVER = 64
 # What is kept for each running sequence when somebody starts on borrowed units. More costs
 # concurrency, less costs preemptions: docs/performance.md, "The block manager".
 _GROWTH_TOKENS = 18
@@ -160,6 +165,9 @@ class Scheduler:
         self.returns_total = 0
         """Preemptions that gave lent units back to an owner; others had outgrown their lease."""
         self.answers = AnswerLengths()
+        self._budget_now = token_budget
+        self._steps_since_cut = 0
+        self._rewound: list[Sequence] = []
         early_tokens = max(token_budget // STEP_SHARE, blocks.unit_tokens)
         self.early = EarlyPrompts(
             blocks, first_slot=max_batch_size, step_tokens=min(early_tokens, token_budget)
@@ -198,6 +206,7 @@ class Scheduler:
     def schedule(self) -> Step:
         """Choose the next step's chunks; empty chunks mean that there is nothing to do now."""
         step = Step()
+        self._recover_budget()
         self.blocks.advance(self._at_the_end())
         for decodes in (True, False):
             # A copy: preemption shortens the list from its young end.
@@ -213,6 +222,8 @@ class Scheduler:
                 self._add_early(step)
         if step.chunks:  # an empty step is not run, so it must carry nothing away
             step.released, self._released = self._released, []
+            again = [s for s in self._rewound if s.status is Status.RUNNING]
+            step.admitted, self._rewound = again + step.admitted, []
         self._note_issued(step)
         return step
 
@@ -320,7 +331,7 @@ class Scheduler:
         return start + wanted
 
     def _left(self, step: Step) -> int:
-        left = self.token_budget - step.num_tokens - step.padding
+        left = self._budget_now - step.num_tokens - step.padding
         if step.prompt_limit is None:
             return left
         return min(left, step.prompt_limit - (step.num_tokens - step.decodes))
@@ -428,6 +439,30 @@ class Scheduler:
         self.preemptions_total += 1
         step.preempted += 1
         self.add(victim)
+
+    def cut_budget(self) -> int:
+        """Halve the token budget for a while: a step found no memory; return what is left of it."""
+        least = max(1, self.token_budget // _LEAST_BUDGET_SHARE)
+        self._budget_now = max(least, self._budget_now // 2)
+        self._steps_since_cut = 0
+        return self._budget_now
+
+    def _recover_budget(self) -> None:
+        if self._budget_now == self.token_budget:
+            return
+        self._steps_since_cut += 1
+        if self._steps_since_cut >= _STEPS_TO_RECOVER:
+            self._steps_since_cut = 0
+            self._budget_now = min(self.token_budget, 2 * self._budget_now)
+
+    def rewind(self, sequence: Sequence, num_computed: int) -> None:
+        """Have a running sequence computed again from there: what came after brought nothing.
+
+        None of its steps may be in flight. Runners are told of it as of one that is admitted: they
+        have counted draws of its that never were.
+        """
+        sequence.num_computed = num_computed
+        self._rewound.append(sequence)
 
     def _give_back(self, sequence: Sequence, *, forget: bool = False) -> None:
         self.blocks.close(_table_of(sequence), forget=forget)

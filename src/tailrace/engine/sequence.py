@@ -77,6 +77,8 @@ class Sequence:
     pending_tokens: int = 0
     steps_in_flight: int = 0
     preemptions: int = 0
+    memory_failures: int = 0
+    """Steps of its that found no memory on the device."""
     cached_tokens: int = 0
     kv: Table | None = None
     """Its units, while it runs."""

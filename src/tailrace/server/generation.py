@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from tailrace.types import RequestTimes, SamplingParams, TokenOutput
 
 ENGINE_RETRY_AFTER_S = 2.0
+MEMORY_RETRY_AFTER_S = 5.0
 
 
 def sequence_id(job_id: str, index: int) -> str:
@@ -392,6 +393,10 @@ class Generation:
         message = output.error or "the request was ended by the server: it is going down"
         services = self.services
         stays = services.engine.state is EngineState.READY and not services.draining
+        if stays and output.may_retry:
+            return RequestError(
+                message, status=503, code="out_of_memory", retry_after_s=MEMORY_RETRY_AFTER_S
+            )
         if stays and output.finish_reason == "error":
             return RequestError(message, status=500, code="engine_error")
         return RequestError(

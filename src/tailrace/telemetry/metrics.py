@@ -233,6 +233,11 @@ def _engine_counters(stats: EngineStats) -> Iterator[Metric]:
     yield _counter("num_preemptions", "Sequences sent back to wait", stats.preemptions_total)
     yield from _block_counters(stats)
     yield _counter("engine_steps", "Steps run", stats.steps_total)
+    yield _counter(
+        "engine_memory_failures",
+        "Steps that found no memory on the device",
+        stats.memory_failures_total,
+    )
     yield _counter("engine_busy_seconds", "Time with a step to run", stats.busy_s_total)
 
 
