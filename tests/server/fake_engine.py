@@ -39,6 +39,7 @@ class Script:
         pause_after: After so many tokens, wait for `go_on`.
         go_on: Set it to let a paused request go on.
         error_after: After so many tokens, end with an error.
+        may_retry: Whether that error says so.
         burst: Tokens per output.
         cached_tokens: As the engine would report.
     """
@@ -49,6 +50,7 @@ class Script:
     pause_after: int | None = None
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     error_after: int | None = None
+    may_retry: bool = False
     burst: int = 1
     cached_tokens: int = 0
 
@@ -175,7 +177,11 @@ class FakeEngine:
             if script.error_after is not None and start >= script.error_after:
                 self._put(
                     TokenOutput(
-                        request.request_id, [], finish_reason="error", error="the step failed"
+                        request.request_id,
+                        [],
+                        finish_reason="error",
+                        error="the step failed",
+                        may_retry=script.may_retry,
                     )
                 )
                 return

@@ -170,6 +170,19 @@ def test_an_engine_error_is_a_500_with_its_text(tokenizer, n):
     run(main())
 
 
+def test_an_engine_without_memory_is_a_503_that_may_be_tried_again(tokenizer):
+    async def main():
+        script = Script(error_after=0, may_retry=True)
+        generation, _ = a_generation(tokenizer, a_job(), {"Hi": script})
+        generation.start()
+        with pytest.raises(RequestError, match="the step failed") as caught:
+            await collect(generation)
+        assert (caught.value.status, caught.value.code) == (503, "out_of_memory")
+        assert caught.value.retry_after_s > 0
+
+    run(main())
+
+
 def test_an_engine_that_dies_is_a_503_that_may_be_tried_again(tokenizer):
     async def main():
         generation, engine = a_generation(tokenizer, a_job(), {"Hi": Script(pause_after=2)})

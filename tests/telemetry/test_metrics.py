@@ -135,6 +135,7 @@ def test_the_engine_is_shown_as_it_was_last_reported():
         busy_s_total=17.5,
         step_time_s=0.25,
         step_tokens=9,
+        memory_failures_total=2,
     )
     text = Metrics().render(stats=reported, restarts=4, dropped_records=6)
     shown = {
@@ -152,6 +153,7 @@ def test_the_engine_is_shown_as_it_was_last_reported():
         "engine_steps_total": 16,
         "engine_busy_seconds_total": 17.5,
         "engine_restarts_total": 4,
+        "engine_memory_failures_total": 2,
         "request_log_dropped_total": 6,
     }
     for name, expected in shown.items():
