@@ -12,7 +12,8 @@ A cell is TRAFFIC:cUSERS:SECONDS[:ARMS] (closed loop, no thinking) or TRAFFIC:rR
 (Poisson); ARMS is a row of A (ours) and B (the peer). `again-longdoc` draws its requests with
 replacement from 1000 prompts. Counted is a window: from the moment when as many requests have ended
 as there are users (in an open loop, from a fifth of the time) to the last arrival; ramp and drain
-are left out. Requests count that end in it, gaps between tokens that end in it.
+are left out, so an arm ends there. Requests count that end in it, gaps between tokens that end in
+it.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ from tailrace.bench.stats import e2e_s, percentile, tpot_s, ttft_s
 from tailrace.bench.target import inspect
 from tailrace.bench.traffic.workload import Workload, build
 from tailrace.bench.trial import Server, TrialOptions, Work, run_trial
+from tailrace.clock import monotonic
 
 if TYPE_CHECKING:
+    from tailrace.bench.load import LoadState
     from tailrace.bench.run import Run
 
 SHARE = 0.45
@@ -146,14 +149,30 @@ async def measure(arguments: argparse.Namespace) -> None:
             work = await make_work(cell, maker, arguments.most_requests)
             for turn, name in enumerate(cell.arms(names)):
                 folder = arguments.out / f"{text.replace(':', '-')}-{turn}-{name}"
-                run = await run_trial(
-                    servers[name], work, folder, options(arguments), stop=asyncio.Event()
-                )
+                run = await measured(servers[name], work, folder, arguments, cell.seconds)
                 row = figures(cell, name, run)
                 rows.append(row)
                 print(line(row), flush=True)
     (arguments.out / "gpu_serving.json").write_text(json.dumps(rows))
     print_table(rows, names)
+
+
+async def measured(
+    server: Server, work: Work, folder: Path, arguments: argparse.Namespace, seconds: float
+) -> Run:
+    """Run one arm, and end it when its window does: nothing in the drain is counted."""
+    stop = asyncio.Event()
+    enders: list[asyncio.Task[None]] = []
+
+    async def end(state: LoadState) -> None:
+        await state.has_started.wait()
+        await asyncio.sleep(state.started_s - monotonic() + seconds)
+        stop.set()
+
+    def begin(state: LoadState) -> None:
+        enders.append(asyncio.create_task(end(state)))
+
+    return await run_trial(server, work, folder, options(arguments), stop=stop, on_state=begin)
 
 
 def options(arguments: argparse.Namespace) -> TrialOptions:
@@ -224,7 +243,8 @@ def figures(cell: Cell, name: str, run: Run) -> dict[str, Any]:
         "engine": name,
         "counted": len(counted),
         "failed": sum(r.is_failure for r in run.records),
-        "invalid": list(run.verdict.reasons),
+        # That it was interrupted is how an arm ends.
+        "invalid": [r for r in run.verdict.reasons if "interrupted" not in r],
         "rps": len(counted) / span if span > 0 else 0.0,
         "chunks_s": tokens / span if span > 0 else 0.0,
         "ttft": points([ttft_s(r) for r in counted]),
