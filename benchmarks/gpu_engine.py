@@ -183,7 +183,7 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
 
     config = EngineConfig(
         model_path=str(folder), load_format="dummy", gpus=(0,), max_batch_size=128,
-        context_length=8192, max_num_batched_tokens=8192, prefix_cache=False,
+        context_length=8192, max_num_batched_tokens=8192, prefix_cache=False, itl_target_ms=0,
         kv_cache_dtype=arguments.kv_cache_dtype,
     )  # fmt: skip
     engine, kept = make(config, folder, runner)
