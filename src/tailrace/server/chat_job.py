@@ -125,18 +125,18 @@ async def encode_chat(
             template_kwargs=body.chat_template_kwargs,
         )
 
-    is_long = _is_long([messages, body.tools])
-    spans = await off_loop_if(is_long, render)
+    is_slow = is_long([messages, body.tools])
+    spans = await off_loop_if(is_slow, render)
     if limits is not None and body.truncate_prompt_tokens is None:
         fewest = sum(text.tokenizer.fewest_tokens(span.text) for span in spans) - len(spans)
         check_length(fewest, limits, prompt_name)
     token_ids = await early.take(spans) if early else None
     if token_ids is None:
-        token_ids = await off_loop_if(is_long, lambda: text.tokenizer.encode_spans(spans))
+        token_ids = await off_loop_if(is_slow, lambda: text.tokenizer.encode_spans(spans))
     return Prompt(keep_last_tokens(token_ids, body.truncate_prompt_tokens))
 
 
-def _is_long(value: Any) -> bool:
+def is_long(value: Any) -> bool:
     """Whether a JSON value holds more than `INLINE_CHARS` characters and values.
 
     Without recursion, and never looking further than that: clients choose depth and number.

@@ -11,8 +11,9 @@ from tailrace.server.answering import answer
 from tailrace.server.anthropic_chat import chat_of, sampled_chat_of
 from tailrace.server.anthropic_format import MessageFormat
 from tailrace.server.anthropic_protocol import CountTokensBody, MessagesBody
-from tailrace.server.chat_job import chat_job, encode_chat
+from tailrace.server.chat_job import chat_job, encode_chat, is_long
 from tailrace.server.error_bodies import ANTHROPIC_PATH
+from tailrace.server.prompts import off_loop_if
 from tailrace.server.sampling import read_max_tokens, read_sampling
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ async def messages(services: Services, request: Request) -> None:
     body = await request.decode(MessagesBody)
     text, limits = check_open(services)
     _check_model(body, text)
-    chat = sampled_chat_of(body)
+    chat = await off_loop_if(_is_long(body), lambda: sampled_chat_of(body))
     request.timeline.enter("admission")
     with services.admission.admitted(1, services.places):
         request.timeline.enter("tokenise")
@@ -56,8 +57,13 @@ async def count_tokens(services: Services, request: Request) -> None:
     body = await request.decode(CountTokensBody)
     text, _ = check_open(services)
     _check_model(body, text)
-    prompt = await encode_chat(chat_of(body), text, None)
+    chat = await off_loop_if(_is_long(body), lambda: chat_of(body))
+    prompt = await encode_chat(chat, text, None)
     await request.send_json(200, {"input_tokens": len(prompt.token_ids)})
+
+
+def _is_long(body: CountTokensBody) -> bool:
+    return is_long([body.system, body.messages])
 
 
 def _check_model(body: CountTokensBody, text: TextServices) -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from tailrace.errors import RequestError
 from tailrace.server.admission import check_model, check_open
 from tailrace.server.answering import answer
-from tailrace.server.chat_job import chat_job
+from tailrace.server.chat_job import chat_job, is_long
+from tailrace.server.prompts import off_loop_if
 from tailrace.server.responses_chat import chat_of, wants_logprobs
 from tailrace.server.responses_format import ResponseFormat
 from tailrace.server.responses_protocol import Response, ResponsesBody
@@ -33,7 +34,7 @@ async def responses(services: Services, request: Request) -> None:
             f"model is missing: send {text.model_name!r}, which is served here", param="model"
         )
     check_model(body.model, text)
-    chat = chat_of(body)
+    chat = await off_loop_if(is_long(body.input), lambda: chat_of(body))
     top_logprobs = read_logprobs("top_logprobs", body.top_logprobs, limits) or 0
     is_scored = wants_logprobs(body)
     sampling = read_sampling(chat, limits, logprobs=top_logprobs if is_scored else None)
