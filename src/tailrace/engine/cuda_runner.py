@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -56,7 +56,11 @@ _PACED_TOKENS = (384, 640, 768)
 """Further sizes where prompts are cut to a time: a cut is rounded down to what is captured."""
 _UNCAPTURED_STEP = 128
 """Above all those, cuts are multiples of this: such steps take longer to run than to queue."""
+_FEW_TOKENS = (128, 512)
+_NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _MIXED_PROMPTS = 16
+Detail = Literal["all", "few", "decodes"]
+"""How many sizes of steps are captured."""
 _MOST_PADDED = 1.3
 """Rows of a large frame, as a multiple of the step's own."""
 
@@ -126,6 +130,37 @@ def fitting_frame(
     if frame is None or frame.tokens <= _MIXED_TOKENS[-1]:
         return frame
     return frame if frame.rows <= _MOST_PADDED * (decodes + tokens) else None
+
+
+def kept_frames(
+    buckets: list[int], mixed: list[Frame], token_budget: int, detail: Detail
+) -> tuple[list[int], list[Frame]]:
+    """Return which decode batches and mixed frames to capture where memory allows no more.
+
+    "few" keeps, of what "all" has, every other batch size, and the mixed frames of 128 and 512
+    prompt tokens and of the whole budget; "decodes" keeps those batch sizes alone.
+    """
+    if detail == "all":
+        return buckets, mixed
+    fewer = sorted({*buckets[::2], buckets[-1]})
+    if detail == "decodes":
+        return fewer, []
+    return fewer, [f for f in mixed if f.tokens in _FEW_TOKENS or f.rows == token_budget]
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or what it came of, is lack of memory on the device.
+
+    Not all of them are torch's OutOfMemoryError: cuBLAS and the capture of a graph allocate too,
+    and a capture that fails hides what made it fail.
+    """
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def padded_sizes(max_batch_size: int) -> list[int]:
@@ -442,7 +477,9 @@ class CudaRunner:
         begun_s = time.perf_counter()
         try:
             result = self._queue(prepared)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             # What no tensor holds goes back to the device: pieces may have become too small.
             torch.cuda.empty_cache()
             raise DeviceMemoryError(str(error).splitlines()[0]) from error
@@ -573,8 +610,18 @@ class CudaRunner:
     # At start
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Capture the graphs of all frames, the largest first, in one memory pool."""
+    def capture(self, detail: Detail = "all") -> None:
+        """Capture the graphs of the frames, the largest first, in one memory pool.
+
+        Raises:
+            RuntimeError: The device has no memory for them (`is_out_of_memory`); the runner is
+                of no further use.
+        """
+        self._buckets, self._mixed = kept_frames(
+            self._buckets, self._mixed, self._token_budget, detail
+        )
+        if not self._mixed:  # nothing to pad decodes for
+            self._padded_sizes = list(range(self.num_slots + 1))
         frames = [*map(Frame, self._buckets), *self._mixed]
         for frame in sorted(frames, key=lambda frame: frame.rows, reverse=True):
             packed = self._staging.pack(self._arrays([], 0, frame, _no_tiles(frame)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,14 +13,17 @@ import torch
 
 from tailrace.engine.cuda_runner import (
     CudaRunner,
+    Detail,
     Frame,
     allocate_kv,
     graph_buckets,
+    is_out_of_memory,
     kv_bytes_per_token,
     mixed_frames,
 )
 from tailrace.engine.device_sampler import DeviceSampler
 from tailrace.engine.kv_calibration import find_scales
+from tailrace.engine.setup import describe_kv
 from tailrace.errors import ConfigError
 from tailrace.kernels.attention_shapes import FLOAT8_CAPABILITY, decode_shape, prefill_shape
 from tailrace.kernels.linear.float8 import FLOAT8
@@ -28,6 +32,7 @@ from tailrace.kernels.triton_kernels import TritonKernels
 from tailrace.models.loader import describe_weights, load_model
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tailrace.config import EngineConfig
@@ -62,7 +67,10 @@ class MemoryPlan:
             ("KV", self.kv),
         )
         shown = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts)
-        return f"{self.allowed / 2**30:.2f} of {self.total / 2**30:.2f} GiB allowed: {shown}"
+        return (
+            f"--gpu-memory-utilization allows {self.allowed / 2**30:.2f} of "
+            f"{self.total / 2**30:.2f} GiB: {shown}"
+        )
 
 
 def load_device(index: int) -> torch.device:
@@ -132,29 +140,94 @@ def load_runner(
         log.info("kv_scales", source=found.source, scales=found.listed())
     plan = plan_memory(config, model, kernels, token_budget, context)
     log.info("gpu_memory", plan=plan.describe())
-    context, num_blocks = size_pool(config, plan, context, kv_bytes_per_token(model, kv_dtype))
-    runner = CudaRunner(
-        model,
-        sampler,
-        kernels,
-        num_blocks=num_blocks,
-        block_size=config.kv_unit_tokens,
-        num_slots=config.max_batch_size,
-        context_length=context,
-        token_budget=token_budget,
-        kv_dtype=kv_dtype,
-        kv_scales=None if found is None else found.scales,
-        paced=config.itl_target_s > 0,
-    )
-    started_s = time.monotonic()
-    runner.capture()
-    log.info("graphs_captured", seconds=round(time.monotonic() - started_s, 2))
+    token_bytes = kv_bytes_per_token(model, kv_dtype)
+
+    def make(kv_share: float) -> tuple[CudaRunner, int, int]:
+        smaller = replace(plan, kv=int(plan.kv * kv_share))
+        length, num_blocks = size_pool(config, smaller, context, token_bytes)
+        runner = CudaRunner(
+            model,
+            sampler,
+            kernels,
+            num_blocks=num_blocks,
+            block_size=config.kv_unit_tokens,
+            num_slots=config.max_batch_size,
+            context_length=length,
+            token_budget=token_budget,
+            kv_dtype=kv_dtype,
+            kv_scales=None if found is None else found.scales,
+            paced=config.itl_target_s > 0,
+        )
+        return runner, length, num_blocks
+
+    runner, length, num_blocks = capture_within_memory(make, is_fixed=config.kv_cache_tokens > 0)
+    pool = describe_kv(num_blocks * config.kv_unit_tokens, length, token_bytes)
+    log.info("kv_pool", holds=pool)
     kv_words = "" if found is None else f"KV in float8, scales {found.describe()}; "
     words = (
         f"{torch.cuda.get_device_name(device)} ({kernels.name} kernels; {kv_words}"
         f"{plan.describe()})"
     )
-    return runner, context, num_blocks, words
+    return runner, length, num_blocks, words
+
+
+@dataclass(frozen=True)
+class _Concession:
+    """A smaller configuration, for where a larger one found no memory."""
+
+    detail: Detail
+    kv_share: float
+    words: str
+
+
+_CONCESSIONS = (
+    _Concession("all", 1.0, "nothing"),
+    _Concession("few", 1.0, "captured graphs: most sizes of steps with prompts, half of decodes'"),
+    _Concession("decodes", 1.0, "captured graphs: all of steps with prompts, half of decodes'"),
+    _Concession("decodes", 0.9, "those graphs, and 10 % of the KV pool"),
+    _Concession("decodes", 0.75, "those graphs, and 25 % of the KV pool"),
+    _Concession("decodes", 0.5, "those graphs, and half of the KV pool"),
+)
+
+
+def capture_within_memory(
+    make: Callable[[float], tuple[CudaRunner, int, int]], *, is_fixed: bool
+) -> tuple[CudaRunner, int, int]:
+    """Make a runner and capture its graphs; where memory is short, give up graphs, then KV.
+
+    Args:
+        make: Of the share of the planned KV pool: (runner, context length, blocks).
+        is_fixed: Whether the pool's size was asked for, so that it must not shrink.
+
+    Raises:
+        ConfigError: The least configuration does not fit either.
+    """
+    reason = ""
+    for concession in _CONCESSIONS:
+        if is_fixed and concession.kv_share < 1.0:
+            break
+        made, begun_s = None, time.monotonic()
+        try:
+            made = make(concession.kv_share)
+            made[0].capture(concession.detail)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error).splitlines()[0]
+        else:
+            seconds = round(time.monotonic() - begun_s, 2)
+            log.info("graphs_captured", seconds=seconds, given_up=concession.words)
+            return made
+        # Not in the clause above: its traceback keeps alive what is to be freed.
+        made = None
+        gc.collect()
+        torch.cuda.empty_cache()
+        log.warning("no_memory_for_graphs", given_up_so_far=concession.words, error=reason)
+    what = "--kv-cache-tokens" if is_fixed else "--gpu-memory-utilization"
+    raise ConfigError(
+        f"the GPU has no memory left for captured graphs ({reason}): lower {what}, "
+        "--max-batch-size or --max-num-batched-tokens, or end what else runs on it"
+    )
 
 
 def kv_dtype_of(config: EngineConfig, kernels: TritonKernels) -> torch.dtype:

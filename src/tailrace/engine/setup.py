@@ -107,6 +107,8 @@ def load(config: EngineConfig, folder: Path) -> Loaded:
         seed=config.seed,
     )
     context, num_blocks = size_kv(config, model.config.max_position, kv_bytes_per_token(model))
+    pool = describe_kv(num_blocks * config.kv_unit_tokens, context, kv_bytes_per_token(model))
+    log.info("kv_pool", holds=pool, kv_cache_gib=config.kv_cache_gib)
     sampler = Sampler(
         config.max_batch_size, model.config.vocab_size, model.config.eos_token_ids, config.seed
     )
@@ -139,6 +141,15 @@ def _load_on_gpu(config: EngineConfig, folder: Path) -> Loaded:
         context_length=context,
         device=device,
         folder=folder,
+    )
+
+
+def describe_kv(num_tokens: int, context: int, bytes_per_token: int) -> str:
+    """Say what a KV pool holds: GiB, tokens, and how many sequences of the longest context."""
+    gib = num_tokens * bytes_per_token / 2**30
+    full = num_tokens // context
+    return (
+        f"{num_tokens:,} tokens in {gib:.2f} GiB: {full} sequences of {context:,}, or more shorter"
     )
 
 

@@ -1,0 +1,125 @@
+"""What is given up, in which order, where a GPU's memory is short; on a device made of lists."""
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from tailrace.engine.cuda_runner import graph_buckets, is_out_of_memory, kept_frames, mixed_frames
+from tailrace.engine.cuda_setup import MemoryPlan, capture_within_memory
+from tailrace.engine.setup import describe_kv
+from tailrace.errors import ConfigError
+
+
+class ShortRunner:
+    """Captures only what a memory of so many frames allows."""
+
+    def __init__(self, kv_share, device):
+        self.kv_share = kv_share
+        self.device = device
+
+    def capture(self, detail):
+        self.device.tried.append((detail, self.kv_share))
+        frames = {"all": 100, "few": 30, "decodes": 10}[detail]
+        if 100 * self.kv_share + frames > self.device.room:
+            raise self.device.error
+        self.detail = detail
+
+
+class ShortDevice:
+    def __init__(self, room, error=None):
+        self.room = room
+        self.error = error or torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB.\nMore.")
+        self.tried = []
+
+    def make(self, kv_share):
+        return ShortRunner(kv_share, self), 4096, int(1000 * kv_share)
+
+
+@pytest.mark.parametrize(
+    ("room", "detail", "blocks"),
+    [(200, "all", 1000), (150, "few", 1000), (115, "decodes", 1000), (86, "decodes", 750)],
+)
+def test_graphs_are_given_up_first_and_then_kv_as_little_as_does(room, detail, blocks):
+    device = ShortDevice(room)
+    with capture_logs() as logs:
+        runner, context, kept = capture_within_memory(device.make, is_fixed=False)
+    assert (runner.detail, context, kept) == (detail, 4096, blocks)
+    assert device.tried[0] == ("all", 1.0)
+    given_up = [entry for entry in logs if entry["event"] == "graphs_captured"]
+    assert len(given_up) == 1
+    assert (given_up[0]["given_up"] == "nothing") is (detail == "all")
+    assert len([entry for entry in logs if entry["event"] == "no_memory_for_graphs"]) == (
+        len(device.tried) - 1
+    )
+
+
+def test_a_pool_that_was_asked_for_does_not_shrink():
+    device = ShortDevice(90)
+    with pytest.raises(ConfigError, match="CUDA out of memory. Tried 2 GiB.*--kv-cache-tokens"):
+        capture_within_memory(device.make, is_fixed=True)
+    assert {share for _, share in device.tried} == {1.0}
+
+
+def test_where_nothing_fits_the_start_ends_with_what_to_lower():
+    with pytest.raises(ConfigError, match="lower --gpu-memory-utilization"):
+        capture_within_memory(ShortDevice(10).make, is_fixed=False)
+
+
+def test_another_fault_of_a_capture_is_not_taken_for_lack_of_memory():
+    device = ShortDevice(10, RuntimeError("CUDA error: an illegal memory access was encountered"))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        capture_within_memory(device.make, is_fixed=False)
+    assert len(device.tried) == 1
+
+
+def hidden_by(error: Exception) -> Exception:
+    """Return what a graph's context manager raises when its body failed."""
+    try:
+        try:
+            raise error
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+    except RuntimeError as outer:
+        return outer
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (hidden_by(torch.OutOfMemoryError("CUDA out of memory.")), True),
+        (hidden_by(ValueError("a shape")), False),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (ValueError("out of memory"), False),
+        (None, False),
+    ],
+    ids=["torch", "driver", "cublas", "in-capture", "in-capture-other", "lost", "other", "none"],
+)
+def test_lack_of_memory_is_known_by_its_kind_or_words(error, expected):
+    assert is_out_of_memory(error) is expected
+
+
+@pytest.mark.parametrize("slots", [1, 3, 32, 128])
+def test_fewer_frames_still_serve_every_batch(slots):
+    buckets, mixed = graph_buckets(slots), mixed_frames(slots, 1024, 64, paced=True)
+    assert kept_frames(buckets, mixed, 1024, "all") == (buckets, mixed)
+    few, some = kept_frames(buckets, mixed, 1024, "few")
+    assert few[-1] == slots
+    assert set(few) <= set(buckets)
+    assert set(some) < set(mixed)
+    assert {f.decodes for f in some if f.rows == 1024} == {f.decodes for f in mixed}
+    assert kept_frames(buckets, mixed, 1024, "decodes") == (few, [])
+
+
+def test_the_plan_and_the_pool_say_what_they_mean():
+    gib = 2**30
+    plan = MemoryPlan(140 * gib, 126 * gib, 15 * gib, 1 * gib, 2 * gib, 108 * gib)
+    assert plan.describe() == (
+        "--gpu-memory-utilization allows 126.00 of 140.00 GiB: weights 15.00, largest step 1.00, "
+        "context and graphs 2.00, KV 108.00"
+    )
+    assert describe_kv(100_000, 8192, 57_344) == (
+        "100,000 tokens in 5.34 GiB: 12 sequences of 8,192, or more shorter"
+    )
