@@ -95,6 +95,7 @@ class FakeEngine:
         """Set whenever an output was put; clear it to wait for the next."""
         self._queues: dict[str, OutputQueue] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._stamps: dict[str, tuple[EngineRequest, float, float]] = {}
 
     @property
     def stats(self) -> EngineStats:
@@ -146,8 +147,10 @@ class FakeEngine:
             tables=[KvTable("r", held=4, shared=1, ahead=0, claim=2, short=0, debt=0)],
         )
 
-    def abort(self, request_ids) -> None:
+    def abort(self, request_ids, on_last=None) -> None:
         for request_id in request_ids:
+            if on_last is not None:
+                on_last(request_id, self._last_word(request_id))
             self.reserved.pop(request_id, None)
             self.grown.pop(request_id, None)
             if self._queues.pop(request_id, None) is not None:
@@ -162,10 +165,20 @@ class FakeEngine:
             self._tasks.pop(request_id).cancel()
             self._put(TokenOutput(request_id, [], finish_reason="error", error=DIED))
 
+    def _last_word(self, request_id: str) -> TokenOutput | None:
+        if request_id not in self._queues:
+            return None
+        if request_id not in self._stamps:  # its turn has not come
+            return None
+        request, scheduled_s, first_s = self._stamps[request_id]
+        times = _times(request, scheduled_s, first_s, 0)
+        return TokenOutput(request_id, [], finish_reason="abort", times=times)
+
     async def _play(self, request: EngineRequest) -> None:
         script = self._script(request)
         ids = script.ids(request)
         scheduled_s = monotonic()
+        self._stamps[request.request_id] = (request, scheduled_s, 0.0)
         has_room = len(ids) < request.sampling.max_tokens
         ends = script.ends_with_eos and has_room and not request.sampling.ignore_eos
         steps = [*ids, EOS_ID] if ends else ids
@@ -189,6 +202,7 @@ class FakeEngine:
             part = steps[start : start + script.burst]
             is_last = start + script.burst >= len(steps)
             first_s = first_s or monotonic()
+            self._stamps[request.request_id] = (request, scheduled_s, first_s)
             times = _times(request, scheduled_s, first_s, script.cached_tokens)
             self._put(self._output(request, part, start, times, is_last, ends))
 
@@ -241,8 +255,8 @@ def _times(
         finished_s=now_s,
         cached_tokens=cached_tokens,
         queue_s=scheduled_s - request.arrival_s,
-        prefill_s=first_s - scheduled_s,
-        decode_s=now_s - first_s,
+        prefill_s=(first_s or now_s) - scheduled_s,
+        decode_s=now_s - first_s if first_s else 0.0,
     )
 
 

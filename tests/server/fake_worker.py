@@ -98,6 +98,9 @@ class FakeWorker:
             case AbortRequests(request_ids):
                 self.aborted += request_ids
                 self.reserved -= set(request_ids)
+                if self.behaviour == "holds":
+                    last = [TokenOutput(i, [], finish_reason="abort") for i in request_ids]
+                    self.send(EngineOutputs(last, self.stats()))
             case EngineRequest():
                 self.reserved.discard(message.request_id)
                 self.answer(message.request_id)

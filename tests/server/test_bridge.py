@@ -162,6 +162,36 @@ def test_an_abort_reaches_the_engine_and_the_front_end_forgets():
     run(main())
 
 
+def test_the_last_word_of_an_aborted_request_comes_once_or_is_known_not_to_come():
+    async def main():
+        words = {}
+        async with running("holds") as held:
+            bridge = await held.ready()
+            bridge.submit(request("a"))
+            bridge.abort(["a", "never heard of"], words.__setitem__)
+            assert words == {"never heard of": None}
+            await until(lambda: "a" in words)
+            assert words["a"].finish_reason == "abort"
+            words.clear()
+            bridge.abort(["a"], words.__setitem__)
+            assert words == {"a": None}
+
+    run(main())
+
+
+def test_a_last_word_that_will_not_come_any_more_is_said_to_be_missing():
+    async def main():
+        words = {}
+        async with running("stubborn") as held:
+            bridge = await held.ready()
+            bridge.submit(request("a"))
+            bridge.abort(["a"], words.__setitem__)
+            assert words == {}
+        assert words == {"a": None}
+
+    run(main())
+
+
 def test_all_who_ask_for_the_kv_pool_get_a_report():
     async def main():
         async with running("normal") as held:

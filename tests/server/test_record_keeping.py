@@ -204,15 +204,18 @@ def test_a_client_that_leaves_amid_its_answer_is_recorded_up_to_then(serve):
     assert record.ttft_phases is not None
 
 
-def test_a_client_that_leaves_before_its_first_token_has_only_queued_as_far_as_is_known(serve):
+def test_a_client_that_leaves_before_its_first_token_is_told_by_the_engines_last_word(serve):
     logged = serve({"": Script("Hello", pause_after=0)})
     body = json.dumps(HI).encode()
     with logged.app.connect() as connection:
         connection.sendall(logged.head(body) + body)
         logged.app.wait(logged.app.engine.was_paused.wait())
+        time.sleep(0.1)
     (record,) = logged.wait(1)
     assert (record.finish_reason, record.status) == ("disconnect", 499)
     assert record.ttft_phases is None
+    assert record.phases.prefill_s >= 0.1
+    assert record.phases.queue_s < 0.1
 
 
 def test_an_engine_that_fails_is_recorded_with_the_status(serve):
@@ -220,6 +223,7 @@ def test_an_engine_that_fails_is_recorded_with_the_status(serve):
     assert logged.app.post(COMPLETIONS, HI).status_code == 500
     (record,) = logged.wait(1)
     assert (record.finish_reason, record.status) == ("error", 500)
+    assert record.reason == "engine_error: the step failed"
 
 
 def test_of_several_sequences_the_last_one_tells_the_time(serve):

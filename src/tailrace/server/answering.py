@@ -84,7 +84,11 @@ async def answer(
         timeline=request.timeline,
         wants_metrics=job.terms.returns_metrics or request.wants_timing,
     )
-    request.at_end(lambda delivered_s: keep_record(services, request, generation, delivered_s))
+    request.at_end(
+        lambda delivered_s: generation.when_told(
+            lambda: keep_record(services, request, generation, delivered_s)
+        )
+    )
     try:
         generation.start()
         if job.terms.is_streaming:

@@ -53,7 +53,6 @@ def create_app(services: Services) -> Callable[[Scope, Receive, Send], Awaitable
         if scope["type"] != "http":
             raise RuntimeError(f"no {scope['type']} here")
         request = Request(scope, receive, send, services.config.server)
-        refusal: RequestError | None = None
         try:
             await _answer(services, request)
         except ClientGoneError:
@@ -63,11 +62,11 @@ def create_app(services: Services) -> Callable[[Scope, Receive, Send], Awaitable
                 log.exception("request_failed", path=request.path, request_id=request.request_id)
                 error = RequestError("the server failed at this request", status=500)
             services.metrics.count_error(error.status)
-            refusal = error
+            request.failure = error
             await _answer_error(request, error)
         finally:
             if not request.has_account and _asks_for_text(request):
-                request.at_end(lambda end_s: keep_refusal(services, request, refusal, end_s))
+                request.at_end(lambda end_s: keep_refusal(services, request, end_s))
             request.end()
 
     return app

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from tailrace.clock import Clock
+    from tailrace.server.engine_client import LastWord
     from tailrace.server.supervisor import EngineProcess, Launcher
     from tailrace.types import EngineRequest, EngineStats
 
@@ -101,6 +102,8 @@ class Bridge:
         self._process: EngineProcess | None = None
         self._reserved: set[str] = set()
         """Requests that have a lease, or early work, and have not come yet."""
+        self._last_words: dict[str, LastWord] = {}
+        """Who waits for the last output of a request that was aborted."""
         self._kv_asked: list[asyncio.Future[KvReport]] = []
         self._last_heard_s = 0.0
         self._cause = ""  # of the latest incarnation's end
@@ -190,15 +193,28 @@ class Bridge:
         self._send(InspectKv())
         return await report
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget requests: no further output of theirs comes, and no lease stays."""
+    def abort(self, request_ids: Iterable[str], on_last: LastWord | None = None) -> None:
+        """Forget requests: no further output of theirs comes, and no lease stays.
+
+        Args:
+            request_ids: Unknown ones are no error.
+            on_last: See `EngineClient.abort`.
+        """
         wanted = set(request_ids)
-        known = [*(self._queues.keys() & wanted), *(self._reserved & wanted)]
+        submitted = self._queues.keys() & wanted
+        known = [*submitted, *(self._reserved & wanted)]
         for request_id in known:
             self._queues.pop(request_id, None)
         self._reserved -= wanted
-        if known and self._state is EngineState.READY:
+        is_asked = bool(known) and self._state is EngineState.READY
+        if is_asked:
             self._send(AbortRequests(known))
+        if on_last is not None:
+            for request_id in wanted:
+                if is_asked and request_id in submitted:
+                    self._last_words[request_id] = on_last
+                else:
+                    on_last(request_id, None)
 
     async def wait_ready(self) -> EngineReady:
         """Wait until an engine is warm for the first time."""
@@ -377,6 +393,10 @@ class Bridge:
             queue = self._queues.pop(output.request_id, None)
         if queue is not None:
             queue.put_nowait(output)
+        elif output.finish_reason is not None:
+            told = self._last_words.pop(output.request_id, None)
+            if told is not None:
+                told(output.request_id, output)
 
     def _answer_inspections(self, answer: KvReport | RequestError) -> None:
         """Tell all who asked; one report is as good as another."""
@@ -391,6 +411,9 @@ class Bridge:
 
     def _fail_open_requests(self, why: str) -> None:
         self._answer_inspections(RequestError(why, status=503, retry_after_s=2.0))
+        last_words, self._last_words = self._last_words, {}
+        for request_id, told in last_words.items():
+            told(request_id, None)
         queues, self._queues = self._queues, {}
         self._reserved.clear()
         for request_id, queue in queues.items():

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from tailrace.types import EngineReady, EngineRequest, EngineStats, KvReport, TokenOutput
 
@@ -61,6 +62,10 @@ class OutputQueue:
         self._listener = listener
         if not self.is_empty:
             listener()
+
+
+LastWord = Callable[[str, "TokenOutput | None"], None]
+"""Takes a request's id and its last output."""
 
 
 class EngineClient(Protocol):
@@ -128,6 +133,12 @@ class EngineClient(Protocol):
         """
         ...
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget requests: no further output of theirs comes, and no lease stays."""
+    def abort(self, request_ids: Iterable[str], on_last: LastWord | None = None) -> None:
+        """Forget requests: no further output of theirs comes, and no lease stays.
+
+        Args:
+            request_ids: Unknown ones are no error.
+            on_last: Told the engine's last output of each, which has its times, once it has come;
+                None in its place where none will. Must not raise.
+        """
         ...

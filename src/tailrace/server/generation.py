@@ -7,7 +7,8 @@ Rules
    open at the engine; it is safe to call twice, and the first reason counts.
 2. A stop string ends a choice here, so the engine is told at once.
 3. Times are monotonic. What only the engine knows comes with a sequence's first output, the first
-   one after a preemption, and the last; a choice that a stop string ended lacks the last.
+   one after a preemption, and the last; of what is aborted the last comes after the end
+   (`when_told`).
 4. Of several sequences, the one that came first tells the time to the first token, the one that
    ended last the whole time: the request's own critical path.
 """
@@ -146,6 +147,9 @@ class Generation:
     """Why it ended: stop, length, or what `close` was told."""
     _members: list[_Member] = field(default_factory=list)
     _is_closed: bool = False
+    _unheard: set[str] = field(default_factory=set)
+    """Sequences that were aborted and of which the engine's last word has not come."""
+    _then: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         self._timeline = self.timeline or Timeline(self.job.received_s, self.clock)
@@ -224,9 +228,29 @@ class Generation:
         self._is_closed = True
         self.times.finished_s = self.clock()
         self.finish_reason = reason or self.finish_reason
-        still_open = [m.request_id for m in self._members if not m.choice.is_finished]
-        if still_open:
-            self.services.engine.abort(still_open)
+        self._abort([m for m in self._members if not m.choice.is_finished])
+
+    def when_told(self, then: Callable[[], None]) -> None:
+        """Call `then` once the engine has had its last word of what was aborted, or is gone."""
+        if self._unheard:
+            self._then = then
+        else:
+            then()
+
+    def _abort(self, members: list[_Member]) -> None:
+        if members:
+            self._unheard |= {member.request_id for member in members}
+            self.services.engine.abort([m.request_id for m in members], self._hear_last)
+
+    def _hear_last(self, request_id: str, output: TokenOutput | None) -> None:
+        """Keep the times of a sequence that was aborted."""
+        if output is not None and output.times is not None:
+            member = next(m for m in self._members if m.request_id == request_id)
+            member.times = output.times
+        self._unheard.discard(request_id)
+        if not self._unheard and self._then is not None:
+            then, self._then = self._then, None
+            then()
 
     def metrics(self) -> AnswerMetrics | UnsetType:
         """Return where the time went until now, for an answer that shall tell; else UNSET."""
@@ -258,6 +282,8 @@ class Generation:
         end_s = max(closed_s, delivered_s or 0.0)
         stamps = asdict(self.times) | {"finished_s": end_s}
         told = self._told(closed_s)
+        phases = self._phases(end_s)
+        waited_s = told.times.decode_wait_s if told and told.times else 0.0
         return RequestRecord(
             request_id=self.job.request_id,
             http_request_id=http_request_id,
@@ -273,9 +299,9 @@ class Generation:
             finish_reason=self.finish_reason,
             status=status,
             predicted_ttft_s=self.job.predicted_ttft_s,
-            phases=self._phases(end_s),
+            phases=phases,
             ttft_phases=self._to_first_token(),
-            decode_wait_s=told.times.decode_wait_s if told and told.times else 0.0,
+            decode_wait_s=min(waited_s, phases.decode_s),  # the engine's may go on a step longer
             **stamps,
         )
 
@@ -368,7 +394,7 @@ class Generation:
         if piece.finish_reason is not None:
             self.finish_reason = piece.finish_reason
             if output.finish_reason is None:
-                self.services.engine.abort([member.request_id])
+                self._abort([member])
         return piece
 
     def _stamp(self, member: _Member, output: TokenOutput) -> None:

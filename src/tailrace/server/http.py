@@ -55,6 +55,7 @@ class Request:
         status: Of that answer; 0 before.
         wants_timing: Whether the answer shall tell where its time went.
         timeline: Where that was, so far.
+        failure: Why it is not answered as it wished.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, config: ServerConfig) -> None:
@@ -67,6 +68,7 @@ class Request:
         self.request_id = _request_id(self.headers.get("x-request-id"))
         self.is_answered = False
         self.status = 0
+        self.failure: RequestError | None = None
         self.wants_timing = self.headers.get(TIMING_HEADER, "").lower() in ("1", "true")
         self._has_body = False
         header_id = self.request_id.encode("latin-1")

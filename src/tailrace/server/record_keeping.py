@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 CLIENT_GONE = 499
 """The status of a request whose client left before its answer began, as nginx logs it."""
+REFUSED = "refused"
 _REASON_CHARS = 200
 
 
@@ -30,24 +31,23 @@ def keep_record(
     record = generation.record(
         request.request_id, status=request.status or CLIENT_GONE, delivered_s=delivered_s
     )
+    record.reason = _reason(request.failure)
+    if request.failure is not None and request.failure.status == HTTPStatus.TOO_MANY_REQUESTS:
+        record.finish_reason = REFUSED  # by the engine, which counts for several front ends
     services.metrics.observe_request(record)
     services.request_log.write(record)
 
 
-def keep_refusal(
-    services: Services, request: Request, error: RequestError | None, delivered_s: float
-) -> None:
+def keep_refusal(services: Services, request: Request, delivered_s: float) -> None:
     """Record a request that was refused before the engine, or whose client left before that.
 
     Args:
         services: Of the server.
-        request: As far as it came.
-        error: What it was answered; None: nobody was there to be answered.
+        request: As far as it came; without a failure nobody was there to be answered.
         delivered_s: When the kernel had the answer's last byte, or the client was gone.
     """
     timeline = request.timeline
     status = request.status or CLIENT_GONE
-    code = "" if error is None else error.code or HTTPStatus(error.status).phrase.lower()
     record = RequestRecord(
         request_id="",
         http_request_id=request.request_id,
@@ -55,10 +55,17 @@ def keep_refusal(
         unix_s=time.time(),
         received_s=timeline.received_s,
         finished_s=delivered_s,
-        finish_reason="disconnect" if error is None else "refused",
+        finish_reason="disconnect" if request.failure is None else REFUSED,
         status=status,
-        reason="" if error is None else f"{code}: {error.message}"[:_REASON_CHARS],
+        reason=_reason(request.failure),
         phases=timeline.refused(delivered_s),
     )
     services.metrics.observe_phases(record)
     services.request_log.write(record)
+
+
+def _reason(error: RequestError | None) -> str:
+    if error is None:
+        return ""
+    code = error.code or HTTPStatus(error.status).phrase.lower()
+    return f"{code}: {error.message}"[:_REASON_CHARS]
