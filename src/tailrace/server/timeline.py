@@ -5,9 +5,10 @@
      enter(...) switches, so each moment    the engine's account of the    sends that waited,
      before counts once                     sequence that is told          and the last one's drain
 
-The engine's account comes with its outputs, and may lack the end: in an answer that tells of itself,
-or where the engine died. What it does not cover is the decode's after the first token, before it
-the queue's. Where the stamps of the two processes cross, the parts are cut so that they add up.
+The engine's account comes with its outputs, and may lack the end: in an answer that tells of
+itself, or where the engine died. What it does not cover is the decode's after the first token,
+before it the queue's. Where the stamps of the two processes cross, the parts are cut so that they
+add up.
 """
 
 from __future__ import annotations
