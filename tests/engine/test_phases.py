@@ -13,6 +13,7 @@ from tailrace.clock import VirtualClock
 from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.engine import Engine
 from tailrace.engine.scheduler import Scheduler
+from tailrace.errors import DeviceMemoryError
 from tailrace.types import (
     EngineRequest,
     GrowPrompt,
@@ -135,18 +136,19 @@ def check(times: RequestTimes) -> None:
     budget=st.integers(4, 40),
     surprised=st.booleans(),
     abort_at=st.dictionaries(st.integers(0, 9), st.integers(0, 30), max_size=3),
-    failing=st.booleans(),
+    failure=st.sampled_from([None, RuntimeError, DeviceMemoryError]),
 )
 def test_the_phases_of_every_request_add_up_to_its_time_in_the_engine(
-    jobs, steps_s, host_s, num_units, budget, surprised, abort_at, failing
+    jobs, steps_s, host_s, num_units, budget, surprised, abort_at, failure
 ):
     run = make_run(
         steps_s,
         num_units=num_units,
         budget=budget,
         surprised=surprised,
-        fail_when=lambda rows: failing and any(4 in (row.inputs or []) for row in rows),
+        fail_when=lambda rows: failure and any(4 in (row.inputs or []) for row in rows),
     )
+    run.runner.failure = failure
     waits = itertools.cycle(host_s)
     for step in range(3000):
         run.clock.advance(next(waits))
