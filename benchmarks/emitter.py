@@ -224,7 +224,7 @@ def measure(
         client.start()
         try:
             os.sched_setaffinity(0, cores[:1])
-            with asyncio.Runner(loop_factory=serve._loop_factory()) as runner:  # noqa: SLF001
+            with asyncio.Runner(loop_factory=serve.loop_factory()) as runner:
                 return runner.run(
                     serve_and_put(listener, streams, seconds, is_fifo=is_fifo, paced=paced)
                 )

@@ -165,7 +165,7 @@ def serve_forever(listener: socket.socket, folder: Path, tokenizer: Tokenizer) -
         text=TextServices("mock", tokenizer, ChatTemplate.load(folder, tokenizer)),
     )
     server = serve._Server(serve._uvicorn_config(services))  # noqa: SLF001 -- as it is
-    with asyncio.Runner(loop_factory=serve._loop_factory()) as runner:  # noqa: SLF001
+    with asyncio.Runner(loop_factory=serve.loop_factory()) as runner:
         runner.run(server.serve(sockets=[listener]))
 
 

@@ -23,6 +23,7 @@ BLOCK_SIZES = ("auto", "8", "16", "32")
 QUANT_TYPES = ("auto", "none", "awq", "fp8", "compressed-tensors")
 _GPU_ITL_TARGET_S = 0.03
 ENV_PREFIX = "TAILRACE_"
+MAX_API_WORKERS = 64
 
 
 def setting(default: Any, explained: str) -> Any:
@@ -185,6 +186,9 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "Address to listen on; loopback by default.")
     port: int = setting(8001, "TCP port; 0 picks a free one.")
+    api_workers: int = setting(
+        1, "Front-end processes on the one port (SO_REUSEPORT); the engine counts for all of them."
+    )
     api_key: str = setting("", "Empty: no key is asked for.")
     served_model_name: str = setting("", "Empty: the model folder's name.")
     cors_origins: tuple[str, ...] = setting(
@@ -247,6 +251,10 @@ class ServerConfig:
             "request_log_files",
         ):
             _at_least(name.replace("_", "-"), getattr(self, name), 0)
+        if not 1 <= self.api_workers <= MAX_API_WORKERS:
+            raise ConfigError(
+                f"--api-workers {self.api_workers}: must be 1 to {MAX_API_WORKERS}, a process each"
+            )
         for name in ("max_body_bytes", "max_n", "default_max_tokens", "max_stop_strings"):
             _at_least(name.replace("_", "-"), getattr(self, name), 1)
 

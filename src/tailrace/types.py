@@ -99,6 +99,13 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
     request_ids: list[str]
 
 
+class ForgetFrontend(msgspec.Struct, frozen=True, tag="forget"):
+    """A front end has died: end what it asked for. Sent by whoever watches the front ends."""
+
+    name: str
+    """Of its socket's identity, as it chose it, all that comes before the last dot."""
+
+
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Ask the engine for `EngineStats` now (an idle engine publishes none)."""
 
@@ -112,7 +119,14 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 FrontendMessage = (
-    EngineRequest | ReserveKv | GrowPrompt | AbortRequests | Ping | InspectKv | Shutdown
+    EngineRequest
+    | ReserveKv
+    | GrowPrompt
+    | AbortRequests
+    | ForgetFrontend
+    | Ping
+    | InspectKv
+    | Shutdown
 )
 """What a front end sends to the engine."""
 
@@ -169,11 +183,12 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Sent once, with the first token; one for each prompt token, the first being None."""
     finish_reason: str | None = None
-    """"stop" (EOS or stop id), "length", "abort" or "error"; None while the sequence goes on."""
+    """"stop" (EOS or stop id), "length", "abort", "error" or "refused" (the house is full); None
+    while the sequence goes on."""
     stop_token_id: int | None = None
     """The token that caused "stop", so that the front end leaves it out of the text."""
     error: str | None = None
-    """For "error": what happened, fit for the client."""
+    """For "error" and "refused": what happened, fit for the client."""
     may_retry: bool = False
     """For "error": the same request may succeed later."""
     times: RequestTimes | None = None
@@ -305,6 +320,8 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True):
     step_tokens: int = 0
     busy_s_total: float = 0.0
     """Seconds during which the device had a step to run."""
+    frontends: dict[str, int] = {}
+    """Requests held for each front end that has a name, by that name."""
     early_used_tokens_total: int = 0
     """Prompt tokens computed while their bodies arrived, and used."""
     early_dropped_tokens_total: int = 0

@@ -178,7 +178,7 @@ def _start(
         await server.serve(sockets=[listener])
 
     def run() -> None:
-        with asyncio.Runner(loop_factory=serve._loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=serve.loop_factory()) as runner:
             runner.run(main())
 
     thread = threading.Thread(target=run, name="server", daemon=True)

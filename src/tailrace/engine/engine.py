@@ -173,6 +173,11 @@ class Engine:
         """Whether a call of `step` can bring something."""
         return self._in_flight is not None or self.scheduler.has_work or bool(self._compiling)
 
+    @property
+    def requests(self) -> int:
+        """Complete requests that run or wait."""
+        return len(self._sequences)
+
     def add(self, request: EngineRequest) -> TokenOutput | None:
         """Queue a request; return its final output at once where it cannot be served."""
         fault = self._fault(request)

@@ -34,6 +34,7 @@ from tailrace.types import (
     EngineMessage,
     EngineOutputs,
     EngineRequest,
+    ForgetFrontend,
     FrontendMessage,
     GrowPrompt,
     InspectKv,
@@ -46,6 +47,7 @@ from tailrace.types import (
 
 if TYPE_CHECKING:
     from tailrace.engine.engine import Engine
+    from tailrace.types import EngineStats
 
 log = structlog.get_logger("tailrace.engine")
 
@@ -58,6 +60,9 @@ class LaunchOrder(msgspec.Struct):
 
     socket: str
     config: EngineConfig
+    places: int = 0
+    """Most requests that run or wait at once; further ones are refused. 0: any number, where one
+    front end counts for itself."""
 
 
 @dataclass
@@ -67,6 +72,10 @@ class _Frontend:
     outputs: list[TokenOutput] = field(default_factory=list)
     wants_stats: bool = False
     wants_kv: bool = False
+    requests: set[str] = field(default_factory=set)
+    """Asked and not yet ended."""
+    arriving: set[str] = field(default_factory=set)
+    """Leased or begun, and not yet asked."""
 
 
 class Mailbox:
@@ -115,9 +124,8 @@ class Mailbox:
             if message is None:
                 continue
             self._meet(identity)
-            if isinstance(message, EngineRequest):
-                self._owners.setdefault(message.request_id, identity)
-            elif isinstance(message, Ping):
+            self._note_owner(identity, message)
+            if isinstance(message, Ping):
                 self._frontends[identity].wants_stats = True
             elif isinstance(message, InspectKv):
                 self._frontends[identity].wants_kv = True
@@ -129,15 +137,28 @@ class Mailbox:
             owner = self._owners.get(output.request_id)
             if output.finish_reason is not None:
                 self._owners.pop(output.request_id, None)
+                if owner is not None:
+                    self._frontends[owner].requests.discard(output.request_id)
             if owner is not None:
                 self._frontends[owner].outputs.append(output)
+
+    def forget(self, name: str) -> list[str]:
+        """Stop talking to a front end that has died; return the ids that it asked for."""
+        gone = [i for i in self._frontends if name and _name_of(i) == name]
+        asked: list[str] = []
+        for identity in gone:
+            frontend = self._frontends.pop(identity)
+            asked += [*frontend.requests, *frontend.arriving]
+        for request_id in asked:
+            self._owners.pop(request_id, None)
+        return asked
 
     def flush(self, engine: Engine) -> None:
         """Send what is due: one message per front end."""
         stats = None
         for identity, frontend in self._frontends.items():
             if frontend.outputs or frontend.wants_stats:
-                stats = stats or engine.stats()
+                stats = stats or self._with_frontends(engine.stats())
                 self._send(identity, EngineOutputs(frontend.outputs, stats))
                 frontend.outputs = []
                 frontend.wants_stats = False
@@ -149,6 +170,25 @@ class Mailbox:
         """Deliver what is under way and close."""
         self._socket.close()
         self._context.term()
+
+    def _note_owner(self, identity: bytes, message: FrontendMessage) -> None:
+        frontend = self._frontends[identity]
+        match message:
+            case EngineRequest(request_id=request_id):
+                if self._owners.setdefault(request_id, identity) == identity:
+                    frontend.requests.add(request_id)
+                    frontend.arriving.discard(request_id)
+            case ReserveKv(request_id) | GrowPrompt(request_id):
+                frontend.arriving.add(request_id)
+            case AbortRequests(request_ids):
+                frontend.arriving.difference_update(request_ids)
+
+    def _with_frontends(self, stats: EngineStats) -> EngineStats:
+        counts: dict[str, int] = {}
+        for identity, frontend in self._frontends.items():
+            if name := _name_of(identity):
+                counts[name] = counts.get(name, 0) + len(frontend.requests)
+        return msgspec.structs.replace(stats, frontends=counts) if counts else stats
 
     def _decode(self, frames: list[bytes]) -> FrontendMessage | None:
         try:
@@ -168,12 +208,26 @@ class Mailbox:
         self._socket.send_multipart([identity, self._encoder.encode(message)])
 
 
-class Worker:
-    """Feeds the engine from the mailbox until told to stop."""
+def _name_of(identity: bytes) -> str:
+    """Return the name in a front end's identity, "" where it chose none: see `ForgetFrontend`."""
+    if identity.startswith(b"\0"):  # ZeroMQ's own choice
+        return ""
+    return identity.decode("utf-8", "replace").rpartition(".")[0]
 
-    def __init__(self, mailbox: Mailbox, engine: Engine) -> None:
+
+class Worker:
+    """Feeds the engine from the mailbox until told to stop.
+
+    Args:
+        mailbox: Of the front ends.
+        engine: What they talk to.
+        places: See `LaunchOrder`.
+    """
+
+    def __init__(self, mailbox: Mailbox, engine: Engine, places: int = 0) -> None:
         self.mailbox = mailbox
         self.engine = engine
+        self.places = places
         self.stopping = False
 
     def run(self) -> None:
@@ -192,7 +246,7 @@ class Worker:
     def _handle(self, message: FrontendMessage) -> None:
         match message:
             case EngineRequest():
-                refused = self.engine.add(message)
+                refused = self._refusal(message) or self.engine.add(message)
                 if refused is not None:
                     self.mailbox.post([refused])
             case ReserveKv():
@@ -201,10 +255,24 @@ class Worker:
                 self.engine.grow(message)
             case AbortRequests(request_ids):
                 self.mailbox.post(self.engine.abort(request_ids))
+            case ForgetFrontend(name):
+                self.mailbox.post(self.engine.abort(self.mailbox.forget(name)))
             case Shutdown():
                 self.stopping = True
             case Ping() | InspectKv():
                 pass  # the mailbox knows who asked
+
+    def _refusal(self, request: EngineRequest) -> TokenOutput | None:
+        """Refuse what is beyond the cap: several front ends cannot count it between them."""
+        held = self.engine.requests
+        if not self.places or held < self.places:
+            return None
+        self.engine.abort([request.request_id])  # what it was leased, or was computed early
+        why = (
+            f"the server is full: {held} of {self.places} sequences are running or waiting; try "
+            "again later"
+        )
+        return TokenOutput(request.request_id, [], finish_reason="refused", error=why)
 
 
 def main() -> int:
@@ -226,7 +294,7 @@ def main() -> int:
             _announce_fatal(mailbox, error)
             return 1
         try:
-            Worker(mailbox, engine).run()
+            Worker(mailbox, engine, order.places).run()
         except Exception as error:  # a bug of ours: the front ends hear of it before we end
             log.exception("engine_failed")
             _announce_fatal(mailbox, error)

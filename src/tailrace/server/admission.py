@@ -54,12 +54,9 @@ class Admission:
                 param="n",
             )
         if not self.can_admit(sequences, places):
-            raise RequestError(
+            raise full(
                 f"the server is full: {self.sequences} of {places} sequences are running or "
-                f"waiting, and this request means {sequences} more; try again later",
-                status=429,
-                code="rate_limit_exceeded",
-                retry_after_s=FULL_RETRY_AFTER_S,
+                f"waiting, and this request means {sequences} more; try again later"
             )
         self.sequences += sequences
         self._is_empty.clear()
@@ -73,6 +70,13 @@ class Admission:
     async def wait_empty(self) -> None:
         """Wait until every admitted request has been answered."""
         await self._is_empty.wait()
+
+
+def full(message: str) -> RequestError:
+    """Return what a request gets for which there is no place."""
+    return RequestError(
+        message, status=429, code="rate_limit_exceeded", retry_after_s=FULL_RETRY_AFTER_S
+    )
 
 
 def check_open(services: Services) -> tuple[TextServices, Limits]:

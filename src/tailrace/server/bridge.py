@@ -29,6 +29,7 @@ from tailrace.types import (
     EngineMessage,
     EngineOutputs,
     EngineReady,
+    ForgetFrontend,
     FrontendMessage,
     GrowPrompt,
     InspectKv,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
     from tailrace.clock import Clock
     from tailrace.server.engine_client import LastWord
-    from tailrace.server.supervisor import EngineProcess, Launcher
+    from tailrace.server.supervisor import EngineSource, Incarnation
     from tailrace.types import EngineRequest, EngineStats
 
 log = structlog.get_logger("tailrace.bridge")
@@ -68,7 +69,7 @@ class Bridge:
     """Implements `EngineClient` over ZeroMQ, and keeps an engine process alive.
 
     Args:
-        launcher: Starts engine processes.
+        launcher: Starts engine processes, or knows who does.
         on_resolved: Told the model's folder each time an engine has found it.
         on_stats: Told every report of the engine.
         clock: Monotonic seconds.
@@ -78,7 +79,7 @@ class Bridge:
 
     def __init__(
         self,
-        launcher: Launcher,
+        launcher: EngineSource,
         *,
         on_resolved: Callable[[str], None],
         on_stats: Callable[[EngineStats], None],
@@ -99,11 +100,12 @@ class Bridge:
         self._queues: dict[str, OutputQueue] = {}
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
-        self._process: EngineProcess | None = None
+        self._process: Incarnation | None = None
         self._reserved: set[str] = set()
         """Requests that have a lease, or early work, and have not come yet."""
         self._last_words: dict[str, LastWord] = {}
         """Who waits for the last output of a request that was aborted."""
+        self._connections = 0
         self._kv_asked: list[asyncio.Future[KvReport]] = []
         self._last_heard_s = 0.0
         self._cause = ""  # of the latest incarnation's end
@@ -216,6 +218,11 @@ class Bridge:
                 else:
                     on_last(request_id, None)
 
+    def forget_frontend(self, name: str) -> None:
+        """Have the engine end what a front end that has died asked for."""
+        if self._state is EngineState.READY:
+            self._send(ForgetFrontend(name))
+
     async def wait_ready(self) -> EngineReady:
         """Wait until an engine is warm for the first time."""
         await self._became_ready.wait()
@@ -240,7 +247,8 @@ class Bridge:
         """End the engine and close; requests still open get an error."""
         self._stop_asked.set()
         self._send(AbortRequests(list(self._queues)))
-        self._send(Shutdown())
+        if self._launcher.is_owner:
+            self._send(Shutdown())
         self._fail_open_requests(STOPPING)
         if self._process is not None:
             if self._state is not EngineState.READY:
@@ -286,6 +294,7 @@ class Bridge:
         """Run one incarnation to its end; return whether it was ever ready."""
         process = await self._launcher.launch()
         self._process = process
+        self._restarts_total = max(self._restarts_total, process.number - 1)
         self._last_heard_s = self._clock()
         exited = asyncio.create_task(process.wait())
         try:
@@ -324,11 +333,16 @@ class Bridge:
             self._cause = f"the bridge to the engine failed: {error!r}"
             log.error("bridge_failed", exc_info=error)
 
-    def _connect(self, process: EngineProcess) -> zmq.asyncio.Socket:
+    def _connect(self, process: Incarnation) -> zmq.asyncio.Socket:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
+        if self._launcher.identity:
+            # Another each time: the engine may not have noticed yet that the last is gone.
+            self._connections += 1
+            identity = self._launcher.identity + b".%d" % self._connections
+            socket.setsockopt(zmq.ROUTING_ID, identity)
         socket.connect(f"ipc://{process.socket_path}")
         return socket
 

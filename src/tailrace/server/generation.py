@@ -25,6 +25,7 @@ from msgspec import UNSET
 
 from tailrace.clock import monotonic
 from tailrace.errors import RequestError
+from tailrace.server.admission import full
 from tailrace.server.choice import Choice, Piece
 from tailrace.server.engine_client import EngineState
 from tailrace.server.protocol import AnswerMetrics, PromptTokensDetails, Usage
@@ -381,7 +382,7 @@ class Generation:
             on_end(None)
 
     def _take(self, member: _Member, output: TokenOutput) -> Piece:
-        if output.finish_reason in ("error", "abort"):
+        if output.finish_reason in ("error", "abort", "refused"):
             member.choice.is_finished = True
             raise self._failure(output)
         self._stamp(member, output)
@@ -416,6 +417,8 @@ class Generation:
         member.last_token_s = self.times.last_token_s = now
 
     def _failure(self, output: TokenOutput) -> RequestError:
+        if output.finish_reason == "refused":
+            return full(output.error or "the server is full; try again later")
         message = output.error or "the request was ended by the server: it is going down"
         services = self.services
         stays = services.engine.state is EngineState.READY and not services.draining

@@ -45,7 +45,8 @@ async def metrics(services: Services, request: Request) -> None:
     text = services.metrics.render(
         stats=services.engine.stats,
         restarts=services.engine.restarts_total,
-        pids=services.engine.pids,
+        pids=services.family | services.engine.pids,
+        frontend_restarts=services.frontend_restarts,
         dropped_records=services.request_log.dropped_total,
     )
     await request.send_bytes(200, text, METRICS_TYPE)

@@ -36,9 +36,11 @@ from tailrace.text.chat import ChatTemplate
 from tailrace.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Coroutine, Iterator
 
     from tailrace.config import Config
+    from tailrace.server.supervisor import EngineSource
+    from tailrace.types import EngineReady
 
 log = structlog.get_logger("tailrace.server")
 
@@ -61,24 +63,60 @@ def run(config: Config) -> int:
     Raises:
         ConfigError: The address cannot be bound.
     """
-    _configure_logging(config.server.log_level)
-    listener = _bind(config.server.host, config.server.port)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    configure_logging(config.server.log_level)
+    if config.server.api_workers > 1:
+        from tailrace.server.front_ends import run_front_ends  # noqa: PLC0415 -- seldom needed
+
+        return run_front_ends(config)
+    listener = bind(config.server.host, config.server.port)
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_serve(config, listener))
 
 
 async def _serve(config: Config, listener: socket.socket) -> int:
-    services, bridge = _assemble(config)
+    services, bridge = assemble(config, Launcher(config.engine))
+    stop = stop_on_signals(signal.SIGTERM, signal.SIGINT)
+
+    async def announce() -> None:
+        ready = await bridge.wait_ready()
+        log_ready(config, ready, listener, services.text.model_name if services.text else "")
+
+    try:
+        return await serve_until(stop, services, bridge, listener, announce())
+    except EngineError as error:
+        print(f"tailrace: {error}", file=sys.stderr)  # noqa: T201 -- for the operator, beside the log
+        return 1
+
+
+async def serve_until(
+    stop: asyncio.Event,
+    services: Services,
+    bridge: Bridge,
+    listener: socket.socket,
+    announce: Coroutine[None, None, None],
+) -> int:
+    """Serve until `stop` is set, then drain; return the process's exit status.
+
+    Args:
+        stop: Set again while draining, it means: at once.
+        services: Of the server.
+        bridge: The engine in them.
+        listener: Where clients come from.
+        announce: Says that the server is ready, once it is.
+
+    Raises:
+        EngineError: There is no engine, and there will be none.
+    """
     server = _Server(_uvicorn_config(services))
-    stop = _stop_on_signals()
     engine = asyncio.create_task(bridge.run())
     http = asyncio.create_task(server.serve(sockets=[listener]))
     stopped = asyncio.create_task(stop.wait())
-    announced = asyncio.create_task(_announce(config, services, bridge, listener))
+    announced = asyncio.create_task(announce)
     try:
         await asyncio.wait([engine, http, stopped], return_when=asyncio.FIRST_COMPLETED)
-        if engine.done():
-            return _engine_failed(engine)
+        if engine.done() and not stop.is_set():
+            engine.result()
+            raise EngineError("the bridge to the engine ended by itself")
         if http.done():
             http.result()
             raise EngineError("the HTTP server ended by itself")
@@ -94,13 +132,15 @@ async def _serve(config: Config, listener: socket.socket) -> int:
         services.request_log.close()
 
 
-def _assemble(config: Config) -> tuple[Services, Bridge]:
+def assemble(config: Config, source: EngineSource) -> tuple[Services, Bridge]:
+    """Return what routes need, and the bridge to the engine in it."""
+
     def load_text(folder: str) -> None:
         if services.text is None:
             services.text = _text_services(config, Path(folder))
 
     rates = RateWindow()
-    bridge = Bridge(Launcher(config.engine), on_resolved=load_text, on_stats=rates.add)
+    bridge = Bridge(source, on_resolved=load_text, on_stats=rates.add)
     services = Services(
         config=config,
         engine=bridge,
@@ -134,24 +174,13 @@ def _model_name(config: Config) -> str:
     return Path(config.engine.model_path).resolve().name.removesuffix(".gguf")
 
 
-def _engine_failed(engine: asyncio.Task[None]) -> int:
-    error = engine.exception()
-    if error is not None and not isinstance(error, EngineError):
-        raise error
-    print(f"tailrace: {error}", file=sys.stderr)  # noqa: T201 -- for the operator, beside the log
-    return 1
-
-
-async def _announce(
-    config: Config, services: Services, bridge: Bridge, listener: socket.socket
-) -> None:
+def log_ready(config: Config, ready: EngineReady, listener: socket.socket, model: str) -> None:
     """Say once, in one line, that the server is ready."""
-    ready = await bridge.wait_ready()
     host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
     log.info(
         "ready",
         url=f"http://{host}:{listener.getsockname()[1]}",
-        model=services.text.model_name if services.text else "",
+        model=model,
         device=ready.device,
         context_length=ready.context_length,
         kv_tokens=ready.total_blocks * ready.block_size,
@@ -172,22 +201,45 @@ async def _drain(services: Services, stop: asyncio.Event) -> None:
     log.info("drained", sequences=services.admission.sequences)
 
 
-def _stop_on_signals() -> asyncio.Event:
+def stop_on_signals(*numbers: signal.Signals) -> asyncio.Event:
+    """Return an event that each of these signals sets."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in numbers:
         loop.add_signal_handler(number, stop.set)
     return stop
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+    """Return a socket that listens.
+
+    Args:
+        host: An address of this machine.
+        port: 0 takes a free one.
+        is_shared: Whether others of this user may listen there too, and get their part.
+
+    Raises:
+        ConfigError: The address cannot be bound.
+    """
+    listener = bind_only(host, port, is_shared=is_shared)
+    try:
+        # Here, where a failure is one readable line: with SO_REUSEADDR two may bind, one listens.
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return listener
+
+
+def bind_only(host: str, port: int, *, is_shared: bool) -> socket.socket:
+    """Return a socket that is bound, to keep a port, and gets no connections. See `bind`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
-        # Here, where a failure is one readable line: with SO_REUSEADDR two may bind, one listens.
-        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
@@ -208,7 +260,8 @@ def _uvicorn_config(services: Services) -> uvicorn.Config:
     )
 
 
-def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+def loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+    """Return uvloop's loop where there is one."""
     try:
         import uvloop  # noqa: PLC0415 -- not there on every platform
     except ImportError:
@@ -216,7 +269,8 @@ def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
     return uvloop.Loop
 
 
-def _configure_logging(level: str) -> None:
+def configure_logging(level: str) -> None:
+    """Log to standard error."""
     number = logging.getLevelNamesMapping()[level.upper()]
     logging.basicConfig(level=max(number, logging.WARNING), stream=sys.stderr)
     structlog.configure(

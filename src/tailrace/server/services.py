@@ -44,6 +44,8 @@ class Services:
         started_s: Monotonic seconds at which the server began.
         started_unix_s: The same moment's wall clock.
         rates: How busy the engine was lately.
+        family: Process ids by role, where there are several front ends.
+        frontend_restarts: How often one of those was started again.
     """
 
     config: Config
@@ -57,6 +59,8 @@ class Services:
     draining: bool = False
     admission: Admission = field(default_factory=Admission)
     outbox: Outbox = field(default_factory=Outbox)
+    family: dict[str, int] = field(default_factory=dict)
+    frontend_restarts: int = 0
 
     @property
     def places(self) -> int:

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -25,6 +25,58 @@ MAX_SOCKET_PATH_BYTES = 107  # of sockaddr_un, without its final zero
 WORKER = (sys.executable, "-m", "tailrace.engine.worker")
 
 
+class Incarnation(Protocol):
+    """One life of the engine, whoever started it."""
+
+    @property
+    def pid(self) -> int:
+        """Of the engine's process."""
+        ...
+
+    @property
+    def socket_path(self) -> Path:
+        """Where it binds."""
+        ...
+
+    @property
+    def number(self) -> int:
+        """1 for the first."""
+        ...
+
+    async def wait(self) -> int:
+        """Return its exit status once it has ended, or is no longer ours to talk to."""
+        ...
+
+    async def stop(self, grace_s: float) -> None:
+        """See it to its end, where that is ours to do."""
+        ...
+
+    def kill(self) -> None:
+        """End it now, or let go of it."""
+        ...
+
+
+class EngineSource(Protocol):
+    """Where a bridge gets its engine from."""
+
+    identity: bytes
+    """What the engine is to know this front end by: see `types.ForgetFrontend`. Empty: any."""
+    is_owner: bool
+    """Whether engines end with us."""
+
+    async def launch(self) -> Incarnation:
+        """Return the next incarnation, or the present one.
+
+        Raises:
+            EngineError: There will be none.
+        """
+        ...
+
+    def clean(self) -> None:
+        """Let go of everything."""
+        ...
+
+
 @dataclass
 class EngineProcess:
     """One incarnation of the engine.
@@ -33,10 +85,12 @@ class EngineProcess:
         process: The child.
         socket_path: Where it binds; new for each incarnation, so that no message meant for a dead
             engine reaches the next one.
+        number: 1 for the first.
     """
 
     process: asyncio.subprocess.Process
     socket_path: Path
+    number: int = 1
 
     @property
     def pid(self) -> int:
@@ -70,12 +124,17 @@ class Launcher:
     Attributes:
         config: Sent to each on its standard input.
         command: What to run.
+        places: Most requests that it holds at once; 0: the one front end counts.
     """
+
+    identity = b""
+    is_owner = True
 
     config: EngineConfig
     command: Sequence[str] = WORKER
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="tailrace-")))
     launched: int = 0
+    places: int = 0
 
     async def launch(self) -> EngineProcess:
         """Start one; its standard input stays open, so that it notices our death.
@@ -97,13 +156,15 @@ class Launcher:
             )
         except OSError as error:
             raise EngineError(f"cannot start {self.command[0]}: {error.strerror}") from error
-        order = msgspec.json.encode({"socket": str(socket_path), "config": self.config})
+        order = msgspec.json.encode(
+            {"socket": str(socket_path), "config": self.config, "places": self.places}
+        )
         if process.stdin is None:
             raise EngineError("the engine process has no standard input")
         process.stdin.write(order + b"\n")
         with contextlib.suppress(ConnectionError):  # it died at once: `wait` tells
             await process.stdin.drain()
-        return EngineProcess(process, socket_path)
+        return EngineProcess(process, socket_path, self.launched)
 
     def clean(self) -> None:
         """Remove the sockets' folder."""

@@ -4,6 +4,10 @@ Names follow vLLM's, with the prefix `tailrace:`: dashboards, the inference gate
 protocol and people know them. Buckets include 0.3 s, the limit that users ask for most, and are
 finer than vLLM's below one second. The engine's own counters arrive with its reports and are
 exported as they are; they start again from zero with a new engine process, as counters may.
+
+Several front ends share a folder, named by PROMETHEUS_MULTIPROC_DIR before this is imported: each
+keeps its values there in files of its own, and whichever is asked sums all of them, those of front
+ends that have died included.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest, multiprocess
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -27,13 +31,15 @@ from tailrace.telemetry.process import resident_bytes
 from tailrace.types import FORECAST_ERROR_BOUNDS, HOST_BOUNDS_S, STEP_BOUNDS_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from tailrace.telemetry.gpu import GpuReading
     from tailrace.telemetry.request_log import RequestRecord
     from tailrace.types import EngineStats, StepTimings
 
 PREFIX = "tailrace:"
+SHARED_FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+"""The library's own name for it."""
 LATENCY_BUCKETS_S = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0),
     *(7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0),
@@ -55,6 +61,7 @@ class Metrics:
     def __init__(self, gpus: Gpus | None = None) -> None:
         self._gpus = Gpus.find() if gpus is None else gpus
         self._registry = CollectorRegistry()
+        self._shared_folder = os.environ.get(SHARED_FOLDER_VARIABLE)
         self._ttft = self._latency("time_to_first_token_seconds", "Received to first token")
         self._e2e = self._latency(
             "e2e_request_latency_seconds", "First byte received to last byte handed to the kernel"
@@ -92,6 +99,18 @@ class Metrics:
             ["status"],
             registry=self._registry,
         )
+
+        self._dropped = Counter(
+            f"{PREFIX}request_log_dropped",
+            "Records that were not written",
+            registry=self._registry,
+        )
+        self._noted_dropped = 0
+
+    def note_dropped(self, total: int) -> None:
+        """Count the records that this process has dropped by now."""
+        self._dropped.inc(total - self._noted_dropped)
+        self._noted_dropped = total
 
     def count_error(self, status: int) -> None:
         """Count a request that was refused or failed: 429 and 503 are admission's refusals."""
@@ -134,12 +153,21 @@ class Metrics:
         restarts: int = 0,
         pids: dict[str, int] | None = None,
         dropped_records: int = 0,
+        frontend_restarts: int = 0,
     ) -> bytes:
         """Return the text format: the families above, and the engine as it was last reported."""
+        self.note_dropped(dropped_records)
         snapshot = CollectorRegistry()
         gpus = self._gpus.read()
-        snapshot.register(_Snapshot(stats, restarts, pids or {}, dropped_records, gpus))
-        return generate_latest(self._registry) + generate_latest(snapshot)
+        snapshot.register(_Snapshot(stats, restarts, frontend_restarts, pids or {}, gpus))
+        return self._own() + generate_latest(snapshot)
+
+    def _own(self) -> bytes:
+        if not self._shared_folder:
+            return generate_latest(self._registry)
+        summed = CollectorRegistry()
+        multiprocess.MultiProcessCollector(summed, self._shared_folder)  # type: ignore[no-untyped-call]
+        return generate_latest(summed)
 
     def _latency(self, name: str, text: str) -> Histogram:
         return self._histogram(name, text, LATENCY_BUCKETS_S)
@@ -155,20 +183,21 @@ class _Snapshot:
         self,
         stats: EngineStats | None,
         restarts: int,
+        frontend_restarts: int,
         pids: dict[str, int],
-        dropped: int,
         gpus: Sequence[GpuReading],
     ) -> None:
         self._stats = stats
         self._restarts = restarts
-        self._pids = {"frontend": os.getpid()} | pids
-        self._dropped = dropped
+        self._frontend_restarts = frontend_restarts
+        has_family = any(role.startswith("frontend") for role in pids)
+        self._pids = pids if has_family else {"frontend": os.getpid()} | pids
         self._gpus = gpus
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family."""
         yield _counter("engine_restarts", "Engine processes started again", self._restarts)
-        yield _counter("request_log_dropped", "Records that were not written", self._dropped)
+        yield _counter("frontend_restarts", "Front ends started again", self._frontend_restarts)
         memory = GaugeMetricFamily(
             f"{PREFIX}process_resident_memory_bytes", "Resident memory", labels=["process"]
         )
@@ -181,6 +210,8 @@ class _Snapshot:
             yield from _gpu_gauges(self._gpus)
         if self._stats is not None:
             yield from _engine_gauges(self._stats)
+            if self._stats.frontends:
+                yield from _frontend_gauges(self._stats.frontends)
             yield from _engine_counters(self._stats)
             yield from _step_costs(self._stats)
             if self._stats.timings is not None:
@@ -213,6 +244,31 @@ def _engine_gauges(stats: EngineStats) -> Iterator[Metric]:
     )
     info.add_metric([str(stats.block_size), str(stats.total_blocks)], 1)
     yield info
+
+
+def imbalance(counts: Iterable[int]) -> float:
+    """Return how much more than its share the busiest holds: 1 is even, and so is nothing."""
+    held = list(counts)
+    return max(held) * len(held) / sum(held) if any(held) else 1.0
+
+
+def _frontend_gauges(frontends: dict[str, int]) -> Iterator[Metric]:
+    """By index: a name is "frontend-0-1", the last being which life of it."""
+    held: dict[str, int] = {}
+    for name, count in frontends.items():
+        index = name.split("-")[1] if name.count("-") > 1 else name
+        held[index] = held.get(index, 0) + count
+    family = GaugeMetricFamily(
+        f"{PREFIX}frontend_requests", "Requests at the engine, by front end", labels=["frontend"]
+    )
+    for index, count in sorted(held.items()):
+        family.add_metric([index], count)
+    yield family
+    yield _gauge(
+        "frontend_imbalance",
+        "Requests of the busiest front end over an equal share; 1 is even",
+        imbalance(held.values()),
+    )
 
 
 def _engine_counters(stats: EngineStats) -> Iterator[Metric]:
