@@ -62,7 +62,7 @@ def streams_on_both(url, max_tokens):
 @pytest.fixture
 def server(start):
     """Two front ends; their watcher's address."""
-    started = start("--api-workers", "2", "--max-batch-size", "24", "--drain-timeout-s", "60")
+    started = start("--api-workers", "2", "--max-batch-size", "24", "--drain-timeout-s", "100")
     with started.ready() as client:
         started.url = str(client.base_url).rstrip("/")
     return started
@@ -98,13 +98,13 @@ def test_whichever_is_asked_tells_what_all_have_served(server):
 
 @pytest.mark.e2e
 def test_sigterm_drains_all(server):
-    with streams_on_both(server.url, 300) as opened:
+    with streams_on_both(server.url, 3000) as opened:
         server.process.send_signal(signal.SIGTERM)
         server.line("draining .*front_ends=2")
         for events, lines in opened:
             events.extend(lines)
             assert events[-1] == "data: [DONE]"
-            assert len(events) == 301
+            assert len(events) == 3001
     assert server.ended()[0] == 0
     server.assert_nothing_left()
 
