@@ -260,7 +260,7 @@ def test_front_ends_that_never_come_up_are_given_up(tmp_path, monkeypatch):
 
 
 def test_those_that_drain_are_not_started_again(tmp_path):
-    waiting = "import sys\nfor line in sys.stdin:\n    if 'drain' in line: break"
+    waiting = "import sys\nfor line in sys.stdin:\n    if '\"drain\"' in line: break"
 
     async def main():
         watched = fronts(tmp_path, waiting)
