@@ -114,6 +114,11 @@ def test_a_time_target_is_milliseconds(given):
         EngineConfig(itl_target_ms=given)
 
 
+def test_late_binding_needs_the_warm_up_that_times_steps():
+    with pytest.raises(ConfigError, match="--late-binding with --no-warmup"):
+        EngineConfig(late_binding=True, warmup=False)
+
+
 def test_a_time_target_needs_the_warm_up_that_times_steps():
     with pytest.raises(ConfigError, match="with --no-warmup: steps are timed at warm-up"):
         EngineConfig(itl_target_ms=30, warmup=False)

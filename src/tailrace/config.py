@@ -65,6 +65,11 @@ class EngineConfig:
         "Steps that carry decodes take fewer prompt tokens, so as to end within so many "
         "milliseconds; 0: token budget alone. auto: 30 on a GPU, 0 on a CPU or without warm-up.",
     )
+    late_binding: bool = setting(
+        False,
+        "Choose the next step late in the running one, so that a request that comes meanwhile "
+        "waits one step less; needs the warm-up's prediction of steps.",
+    )
     block_size: int | str = setting(
         "auto",
         "Tokens of one KV block: auto (8, 16 and 32, by a sequence's length) | 8 | 16 | 32.",
@@ -141,6 +146,11 @@ class EngineConfig:
         return float(self.itl_target_ms) / 1e3
 
     def _check_itl_target(self) -> None:
+        if self.late_binding and not self.warmup:
+            raise ConfigError(
+                "--late-binding with --no-warmup: it needs predictions, and steps are timed at "
+                "warm-up; leave one of the two out"
+            )
         given = self.itl_target_ms
         try:
             target_s = self.itl_target_s

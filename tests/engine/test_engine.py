@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 from tailrace.clock import VirtualClock
 from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.engine import Engine
+from tailrace.engine.late_binding import LateBinding
 from tailrace.engine.scheduler import Scheduler
 from tailrace.errors import DeviceMemoryError
-from tailrace.types import EngineRequest, ReserveKv, SamplingParams, TokenOutput
+from tailrace.types import EngineRequest, ReserveKv, SamplingParams, StepCosts, TokenOutput
 from tests.support.fake_runner import VOCAB, FakeRunner, expected_output
 
 CONTEXT = 64
@@ -59,6 +61,9 @@ def make_bench(
     eos=(),
     mixed_sizes=True,
     surprised=False,
+    clock=None,
+    late=False,
+    predicted_s=None,
 ) -> Bench:
     """Make an engine; a surprised one has only ever seen answers of one token."""
     blocks = BlockManager(
@@ -73,11 +78,14 @@ def make_bench(
         scheduler,
         runner,
         submit=runner.submit,
-        clock=VirtualClock(),
+        clock=clock or VirtualClock(),
         context_length=min(CONTEXT, num_blocks * block_size),
         vocab_size=VOCAB,
         eos_token_ids=eos,
+        late_binding=LateBinding() if late else None,
     )
+    if predicted_s is not None:
+        engine.step_time.start(StepCosts(predicted_s, 0.0, 0, 0.0, 0.0, 0.0), np.ones(5))
     return Bench(engine, runner, blocks)
 
 

@@ -54,6 +54,28 @@ def test_greedy_output_does_not_depend_on_company(client):
         assert outputs[-1].times.first_token_s >= outputs[-1].times.scheduled_s
 
 
+def test_late_binding_changes_no_token_and_steps_report_their_time(client, checkpoint):
+    prompts = {f"late-{i}": [5 + i, 3, 60] * (i + 2) for i in range(3)}
+    known = {}
+    for name, prompt in prompts.items():
+        client.add(name, prompt, max_tokens=12, temperature=0.0, ignore_eos=True)
+        known[name] = client.tokens(name)
+    with WorkerClient(config(checkpoint, late_binding=True, itl_target_ms=50)) as late:
+        assert late.wait_ready().step_costs.base_s >= 0.0
+        for name, prompt in prompts.items():
+            late.add(name, prompt, max_tokens=12, temperature=0.0, ignore_eos=True)
+        found = late.collect(*prompts)
+        late.send(Ping())
+        stats = late.wait_for(EngineOutputs).stats
+    for name in prompts:
+        assert [t for output in found[name] for t in output.token_ids] == known[name]
+    timings = stats.timings
+    assert sum(timings.device.counts) == sum(timings.error.counts) == stats.steps_total > 0
+    assert min(timings.schedule_s_total, timings.prepare_s_total, timings.publish_s_total) > 0
+    assert 0 < sum(timings.host.counts) <= stats.steps_total + len(prompts)
+    assert stats.step_costs is not None
+
+
 def test_a_seed_gives_the_same_tokens_whatever_the_company(client):
     request = {"max_tokens": 10, "temperature": 1.0, "seed": 5, "ignore_eos": True}
     client.add("alone", [1, 2, 3], **request)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from tailrace.clock import Clock
     from tailrace.engine.block_manager import BlockManager
+    from tailrace.engine.late_binding import LateBinding
     from tailrace.engine.runner import StepResult
     from tailrace.engine.scheduler import Chunk, Scheduler, Step
     from tailrace.engine.step_time import StepLoad
@@ -104,6 +105,8 @@ class _InFlight:
     issued_s: float
     load: StepLoad
     predicted_s: float | None
+    host_s: float
+    """What choosing and preparing it took."""
     follows: bool
     """Whether it was issued while another was in flight."""
     void: set[Sequence] = field(default_factory=set)
@@ -133,6 +136,7 @@ class Engine:
         vocab_size: Token ids are below this.
         eos_token_ids: End a sequence unless it says `ignore_eos`.
         step_time: Learns from every step; by default one that was not fitted and stays so.
+        late_binding: Says how long to hold the next step; None: it is issued at once.
         grammars: Compiles them; None: requests with a grammar are refused.
     """
 
@@ -147,6 +151,7 @@ class Engine:
         vocab_size: int,
         eos_token_ids: Iterable[int],
         step_time: StepTimeModel | None = None,
+        late_binding: LateBinding | None = None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
         self.scheduler = scheduler
@@ -156,6 +161,7 @@ class Engine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.step_time = step_time or StepTimeModel()
         self.meter = StepMeter()
+        self._late = late_binding
         self._submit = submit
         self._clock = clock
         self._grammars = grammars
@@ -252,6 +258,14 @@ class Engine:
         issued = self._issue()
         previous, self._in_flight = self._in_flight, issued
         return [*refused, *(self._collect(previous) if previous is not None else [])]
+
+    def hold_s(self) -> float:
+        """Return for how long `step` may still be put off, so that who comes now is in it."""
+        running = self._in_flight
+        if self._late is None or running is None or running.predicted_s is None:
+            return 0.0
+        began_s = max(running.issued_s, self._last_done_s)
+        return max(0.0, self._late.due_s(began_s, running.predicted_s) - self._clock())
 
     def stats(self) -> EngineStats:
         """Describe the engine now."""
@@ -410,16 +424,17 @@ class Engine:
         prepared = self.runner.prepare(step, self.scheduler.blocks)
         result = self._submit(self.runner.execute, prepared)
         load = self.runner.computed(step)
-        in_flight = _InFlight(
+        prepared_s = self._clock()
+        self.meter.add_prepare(prepared_s - chosen_s)
+        return _InFlight(
             step,
             result,
             issued_s=chosen_s,
             load=load,
             predicted_s=self.step_time.predict(load),
+            host_s=prepared_s - begun_s,
             follows=self._in_flight is not None,
         )
-        self.meter.add_prepare(self._clock() - chosen_s)
-        return in_flight
 
     def _collect(self, in_flight: _InFlight) -> list[TokenOutput]:
         """Wait for a step and commit it."""
@@ -454,12 +469,11 @@ class Engine:
         # A step starts when it is issued or when the one before it ends, whichever is later.
         started = max(in_flight.issued_s, self._last_done_s)
         self._last_done_s = now
-        self.meter.add_step(
-            result.device_s,
-            result.idle_s if in_flight.follows else 0.0,
-            result.queue_s,
-            in_flight.predicted_s,
-        )
+        idle_s = result.idle_s if in_flight.follows else 0.0
+        self.meter.add_step(result.device_s, idle_s, result.queue_s, in_flight.predicted_s)
+        if self._late is not None:
+            host_s = in_flight.host_s + result.queue_s
+            self._late.observe(device_s=result.device_s, idle_s=idle_s, host_s=host_s)
         self.step_time.observe(in_flight.load, result.device_s)
         self._counters.steps += 1
         self._counters.step_time_s = now - started

@@ -13,6 +13,7 @@ import structlog
 from tailrace.clock import monotonic
 from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.engine import Engine, StepRunner
+from tailrace.engine.late_binding import LateBinding
 from tailrace.engine.pace import LEAST_SHARE, Pace
 from tailrace.engine.scheduler import Scheduler
 from tailrace.engine.step_probes import ProbeRun, choose
@@ -215,6 +216,7 @@ def make_engine(config: EngineConfig, loaded: Loaded, submit: Callable[..., Futu
         vocab_size=loaded.model.config.vocab_size,
         eos_token_ids=loaded.model.config.eos_token_ids,
         step_time=loaded.step_time,
+        late_binding=LateBinding() if config.late_binding else None,
         grammars=GrammarCompiler(
             loaded.folder, loaded.model.config.vocab_size, loaded.model.config.eos_token_ids
         ),

@@ -233,15 +233,20 @@ class Worker:
     def run(self) -> None:
         """Serve until a Shutdown came and no request is left."""
         while not (self.stopping and not self.engine.has_work):
-            self.mailbox.wait(0 if self.engine.has_work else _IDLE_POLL_MS)
-            for message in self.mailbox.receive():
-                self._handle(message)
+            self._listen(0 if self.engine.has_work else _IDLE_POLL_MS)
+            while (hold_ms := int(1e3 * self.engine.hold_s())) > 0:
+                self._listen(hold_ms)
             outputs = self.engine.step() if self.engine.has_work else []
             begun_s = monotonic()
             self.mailbox.post(outputs)
             self.mailbox.flush(self.engine)
             if outputs:
                 self.engine.meter.add_publish(monotonic() - begun_s)
+
+    def _listen(self, timeout_ms: int) -> None:
+        self.mailbox.wait(timeout_ms)
+        for message in self.mailbox.receive():
+            self._handle(message)
 
     def _handle(self, message: FrontendMessage) -> None:
         match message:
