@@ -190,6 +190,9 @@ class EngineConfig:
             )
 
 
+TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "none")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """What the front end needs to know."""
@@ -226,6 +229,11 @@ class ServerConfig:
         "Control tokens spelled in a raw prompt count as such, as in the peers (chat messages "
         "never yield any); a body's parse_special: false turns it off for one request.",
     )
+    tool_call_parser: str = setting(
+        "auto",
+        "How the model writes tool calls: hermes | llama3_json | none; auto: as its chat template "
+        "says.",
+    )
     header_timeout_s: float = setting(
         10.0, "Request headers not complete by then close the connection."
     )
@@ -253,6 +261,7 @@ class ServerConfig:
         """
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}: a TCP port is 0 to 65535 (0 picks a free one)")
+        _one_of("tool-call-parser", self.tool_call_parser, TOOL_CALL_PARSERS)
         _one_of("log-level", self.log_level, ("debug", "info", "warning", "error"))
         for name in (
             "max_waiting",

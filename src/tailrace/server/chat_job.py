@@ -5,6 +5,7 @@ What the routes that speak of messages share, whatever they call them on the wir
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tailrace.clock import monotonic
@@ -18,6 +19,8 @@ from tailrace.server.prompts import (
     off_loop_if,
 )
 from tailrace.server.sampling import fit, read_terms
+from tailrace.server.structured import read_constraint
+from tailrace.server.tool_choice import constrained_chat, has_special_marks, read_tools
 
 if TYPE_CHECKING:
     from tailrace.server.early_encoding import EarlyEncoding
@@ -61,9 +64,15 @@ async def chat_job(
         early: What was encoded while the body came.
 
     Raises:
-        RequestError: As `encode_chat`, or prompt and answer exceed the context.
+        RequestError: As `encode_chat`, or prompt and answer exceed the context, or what the output
+            has to match cannot be enforced.
     """
     terms = read_terms(body, limits)
+    tools = read_tools(body, text)
+    sampling = await constrained_chat(sampling, tools, read_constraint(body), text)
+    if tools is not None and has_special_marks(tools, text):
+        rules = replace(terms.text_rules, skip_special_tokens=False)
+        terms = replace(terms, text_rules=rules)
     prompt = await encode_chat(body, text, limits, early=early, prompt_name=prompt_name)
     if fits_context and len(prompt.token_ids) + (max_tokens or 0) > limits.context_length:
         max_tokens = None
@@ -82,6 +91,7 @@ async def chat_job(
         prompts=[prompt],
         sampling=[fitted],
         terms=terms,
+        tools=tools,
         received_s=received_s,
         prompt_ready_s=monotonic(),
     )

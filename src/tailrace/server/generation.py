@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from tailrace.server.prompts import Prompt
     from tailrace.server.sampling import Terms
     from tailrace.server.services import Services
+    from tailrace.server.tool_choice import ToolRules
     from tailrace.telemetry.phases import Phases
     from tailrace.text.tokenizer import Tokenizer
     from tailrace.types import RequestTimes, SamplingParams, TokenOutput
@@ -67,6 +68,8 @@ class Job:
     sampling: list[SamplingParams]
     """One for each prompt."""
     terms: Terms
+    tools: ToolRules | None = None
+    """What the output is looked through for; None: it is text as it stands."""
     drops_output: bool = False
     """Of a request for no tokens: the one that the engine must make is thrown away."""
     received_s: float

@@ -1,6 +1,7 @@
 """Pieces to OpenAI's answers: whole ones, and the events of a stream.
 
-A stream is: (chat) a role chunk for each choice, text chunks, one finish_reason for each choice,
+A stream is: (chat) a role chunk for each choice, text chunks and pieces of tool calls (see
+call_format), one finish_reason for each choice,
 with `include_usage`, or asked for metrics, a chunk without choices, `[DONE]`. The first chunk of a
 completion with `echo` is its prompt.
 """
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import UNSET
 
+from tailrace.server.call_format import ChoiceCalls
 from tailrace.server.error_bodies import openai_error
 from tailrace.server.logprobs import CompletionScores, chat_logprobs, joined, prompt_logprobs
 from tailrace.server.protocol import (
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from tailrace.errors import RequestError
     from tailrace.server.choice import Piece
     from tailrace.server.generation import Generation, Job
+    from tailrace.server.tool_choice import ToolRules
     from tailrace.text.tokenizer import Tokenizer
 
 _ENCODER = msgspec.json.Encoder()
@@ -212,6 +215,7 @@ class ChatFormat(OpenAIFormat):
     """Of /v1/chat/completions."""
 
     role: str = "assistant"
+    _calls: dict[int, ChoiceCalls] = field(default_factory=dict)
     chunk_kind = "chat.completion.chunk"
 
     def opening(self) -> bytes:
@@ -220,11 +224,19 @@ class ChatFormat(OpenAIFormat):
 
     def event(self, piece: Piece) -> bytes:
         """Return a piece as an event."""
+        delta = ChatDelta(content=piece.text) if piece.text else ChatDelta()
+        calls = None
+        if self.job.tools is not None:
+            calls = self._calls_of(piece.index, self.job.tools)
+            delta = calls.delta(piece)
+            says_nothing = delta == ChatDelta() and piece.finish_reason is None
+            if says_nothing and not (self.wants_logprobs or self.wants_token_ids):
+                return b""
         choice = ChatChunkChoice(
             index=piece.index,
-            delta=ChatDelta(content=piece.text) if piece.text else ChatDelta(),
+            delta=delta,
             logprobs=self._logprobs(piece),
-            finish_reason=piece.finish_reason,
+            finish_reason=calls.finish_reason(piece) if calls else piece.finish_reason,
             stop_reason=UNSET if piece.finish_reason is None else piece.stop_reason,
             token_ids=self.token_ids(piece),
         )
@@ -243,14 +255,25 @@ class ChatFormat(OpenAIFormat):
         return json_bytes(answer)
 
     def _whole_choice(self, piece: Piece) -> ChatChoice:
+        message = ChatMessage(role=self.role, content=piece.text)
+        finish_reason = piece.finish_reason
+        if self.job.tools is not None:
+            calls = ChoiceCalls(self.job.tools, streams=False)
+            message = calls.message(piece, self.role)
+            finish_reason = calls.finish_reason(piece)
         return ChatChoice(
             index=piece.index,
-            message=ChatMessage(role=self.role, content=piece.text),
+            message=message,
             logprobs=self._logprobs(piece),
-            finish_reason=piece.finish_reason,
+            finish_reason=finish_reason,
             stop_reason=piece.stop_reason,
             token_ids=self.token_ids(piece),
         )
+
+    def _calls_of(self, index: int, rules: ToolRules) -> ChoiceCalls:
+        if index not in self._calls:
+            self._calls[index] = ChoiceCalls(rules, streams=True)
+        return self._calls[index]
 
     def _role_chunk(self, index: int) -> Answer:
         choice = ChatChunkChoice(index=index, delta=ChatDelta(role=self.role, content=""))

@@ -50,6 +50,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
     return_metrics: bool | None = None
 
 
@@ -60,13 +65,6 @@ class OpenAIFields(SamplingFields, kw_only=True):
     return_token_ids: bool | None = None
     prompt_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
-    # Asked for and left out, the answer would break what the client relies on; so these are
-    # known, and refused by name.
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
 
 
 class CompletionBody(OpenAIFields, kw_only=True):
@@ -89,6 +87,7 @@ class ChatBody(OpenAIFields, kw_only=True):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -114,6 +113,10 @@ class SglangSampling(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: Any = None
 
 
 class GenerateBody(SamplingFields, kw_only=True):
@@ -198,14 +201,33 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """Part of `ToolCall`."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+    """JSON, or a stream's piece of it."""
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call, whole or as a stream's piece: then only the first one has id, type and name."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: CalledFunction
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
     """The answer's message."""
 
     role: str
-    content: str
+    content: str | None
+    """None where there are calls and no text."""
     refusal: None = None
     annotations: list[Any] = []
     """Always empty; clients expect it."""
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
@@ -213,6 +235,7 @@ class ChatDelta(msgspec.Struct, kw_only=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):

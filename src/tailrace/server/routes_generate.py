@@ -36,6 +36,7 @@ from tailrace.server.sampling import (
     read_sampling,
     read_terms,
 )
+from tailrace.server.structured import constrained, read_constraint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -143,6 +144,7 @@ async def _job(
         )
     max_tokens = read_max_tokens("max_tokens", body.max_tokens)
     sampling = read_sampling(body, limits)
+    sampling = await constrained(sampling, read_constraint(body), text.grammars)
     prompts = await encode_prompts(
         [prompt],
         text.tokenizer,
@@ -191,11 +193,18 @@ _SGLANG_NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "sampling_seed": "seed",
+    "json_schema": "guided_json",
+    "regex": "guided_regex",
+    "ebnf": "guided_grammar",
 }
 
 
 def _from_sglang(body: GenerateBody, params: SglangSampling) -> GenerateBody:
     """Return the body with SGLang's `sampling_params` under our names."""
+    if params.structural_tag is not None:
+        raise RequestError(
+            "structural_tag is not served: send json_schema, regex or ebnf", param="structural_tag"
+        )
     given = {
         _SGLANG_NAMES.get(name, name): value
         for name, value in msgspec.structs.asdict(params).items()

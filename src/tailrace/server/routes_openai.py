@@ -29,6 +29,7 @@ from tailrace.server.sampling import (
     read_sampling,
     read_terms,
 )
+from tailrace.server.structured import constrained, read_constraint
 
 if TYPE_CHECKING:
     from tailrace.server.early_encoding import EarlyEncoding
@@ -38,14 +39,6 @@ if TYPE_CHECKING:
     from tailrace.server.services import Services, TextServices
     from tailrace.text.tokenizer import Span
     from tailrace.types import SamplingParams
-
-_STRUCTURED = (
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
-)
 
 
 async def completions(services: Services, request: Request) -> None:
@@ -77,7 +70,6 @@ async def chat_completions(services: Services, request: Request) -> None:
         text, limits = check_open(services)
         check_model(body.model, text)
         _check_openai(body)
-        _check_tools(body)
         choices = read_n(body, limits)
         request.timeline.enter("admission")
         with services.admission.admitted(choices, services.places):
@@ -111,6 +103,7 @@ async def _completion_job(
     sampling = read_sampling(
         body, limits, logprobs=logprobs, prompt_logprobs=max(scored, default=None)
     )
+    sampling = await constrained(sampling, read_constraint(body), text.grammars)
     terms = read_terms(body, limits)
     prompts = await encode_prompts(
         parts,
@@ -194,7 +187,7 @@ async def _chat_job(
 
 
 def _check_openai(body: OpenAIFields) -> None:
-    """Refuse what this server knows and does not serve, by name.
+    """Refuse fields that do not go together.
 
     Raises:
         RequestError: The answer would not be what the field asks for.
@@ -203,24 +196,6 @@ def _check_openai(body: OpenAIFields) -> None:
         raise RequestError(
             "stream_options is only for streams: set stream to true or leave it out",
             param="stream_options",
-        )
-    kind = (body.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise RequestError(
-            f"response_format.type is {str(kind)[:40]!r}: only 'text' is served",
-            param="response_format",
-        )
-    for name in _STRUCTURED:
-        if getattr(body, name) is not None:
-            raise RequestError(f"{name}: structured output is not served; leave it out", param=name)
-
-
-def _check_tools(body: ChatBody) -> None:
-    if body.tool_choice not in (None, "none", "auto"):
-        raise RequestError(
-            f"tool_choice is {str(body.tool_choice)[:60]!r}: 'none' and 'auto' are served, a call "
-            "cannot be forced",
-            param="tool_choice",
         )
 
 

@@ -33,7 +33,9 @@ from tailrace.telemetry.metrics import Metrics
 from tailrace.telemetry.rates import RateWindow
 from tailrace.telemetry.request_log import RequestLog
 from tailrace.text.chat import ChatTemplate
+from tailrace.text.grammar import GrammarCompiler
 from tailrace.text.tokenizer import Tokenizer
+from tailrace.text.tool_calls import ToolStyle
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
@@ -158,11 +160,22 @@ def assemble(config: Config, source: EngineSource) -> tuple[Services, Bridge]:
 
 def _text_services(config: Config, folder: Path) -> TextServices:
     tokenizer = Tokenizer.load(folder)
+    chat_template = ChatTemplate.load(folder, tokenizer)
+    # Which token ends a sequence does not matter to whether a grammar compiles.
+    ends = [tokenizer.eos_token_id or 0]
     return TextServices(
         model_name=_model_name(config),
         tokenizer=tokenizer,
-        chat_template=ChatTemplate.load(folder, tokenizer),
+        chat_template=chat_template,
+        grammars=GrammarCompiler(folder, tokenizer.vocab_size, ends),
+        tool_style=_tool_style(config.server.tool_call_parser, chat_template),
     )
+
+
+def _tool_style(setting: str, chat_template: ChatTemplate) -> ToolStyle | None:
+    if setting == "none":
+        return None
+    return chat_template.tool_style if setting == "auto" else ToolStyle(setting)
 
 
 def _model_name(config: Config) -> str:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from tailrace.telemetry.metrics import Metrics
     from tailrace.telemetry.request_log import RequestLog
     from tailrace.text.chat import ChatTemplate
+    from tailrace.text.grammar import GrammarCompiler
     from tailrace.text.tokenizer import Tokenizer
+    from tailrace.text.tool_calls import ToolStyle
 
 
 @dataclass
@@ -26,6 +28,10 @@ class TextServices:
     model_name: str
     tokenizer: Tokenizer
     chat_template: ChatTemplate
+    grammars: GrammarCompiler | None = None
+    """Checks what clients ask for; None: no structured output."""
+    tool_style: ToolStyle | None = None
+    """How the model writes calls; None: it is not known to write any."""
 
 
 @dataclass

@@ -40,6 +40,7 @@ from tailrace.text.incremental import joined
 from tailrace.text.messages import read_messages, refuse_control_tokens
 from tailrace.text.template_engine import ChatEnvironment
 from tailrace.text.tokenizer import Span, read_json
+from tailrace.text.tool_calls import style_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -112,6 +113,8 @@ class ChatTemplate:
         self._special = {
             name: token for name in _SPECIAL_NAMES if (token := tokenizer.special_token(name))
         }
+        self.tool_style = style_of(sources)
+        """How it writes tool calls; None: not at all, or in a style that is not known here."""
         for name, source in sources.items():
             self._compile(name, source)
 

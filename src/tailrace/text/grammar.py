@@ -72,13 +72,23 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._compiling: ThreadPoolExecutor | None = None
         self._masking: ThreadPoolExecutor | None = None
+        self._counting = threading.Lock()
+        self.waiting = 0
+        """Grammars that `compile_soon` was asked for and that are not done."""
 
     def compile_soon(self, text: str) -> Future[Grammar]:
         """Compile on the thread; the result raises GrammarError as `compile` does."""
         if self._compiling is None:
             self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar")
             self._masking = _started_pool(_MASK_THREADS)
-        return self._compiling.submit(self.compile, text)
+        self._count(1)
+        compiling = self._compiling.submit(self.compile, text)
+        compiling.add_done_callback(lambda _: self._count(-1))
+        return compiling
+
+    def _count(self, change: int) -> None:
+        with self._counting:
+            self.waiting += change
 
     def compile(self, text: str) -> Grammar:
         """Return a compiled grammar.
