@@ -7,6 +7,7 @@ from tailrace.config import Config, ServerConfig
 from tailrace.server.http import DROP_EXTENSION, Request
 from tailrace.server.services import Services, TextServices
 from tailrace.text.chat import ChatTemplate
+from tailrace.text.grammar import GrammarCompiler
 from tailrace.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 
@@ -97,6 +98,14 @@ def make_services(folder, scripts=None, config=None, *, text=None, **engine_opti
     )
 
 
-def load_text(folder):
+def load_text(folder, *, calls_are_text=False):
     tokenizer = Tokenizer.load(folder)
-    return TextServices("tiny", tokenizer, ChatTemplate.load(folder, tokenizer))
+    template = ChatTemplate.load(folder, tokenizer)
+    return TextServices(
+        "tiny",
+        tokenizer,
+        template,
+        grammars=GrammarCompiler(folder, tokenizer.vocab_size, [tokenizer.eos_token_id or 0]),
+        tool_style=template.tool_style,
+        calls_are_text=calls_are_text,
+    )

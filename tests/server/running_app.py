@@ -23,12 +23,11 @@ import httpx
 from tailrace.clock import monotonic
 from tailrace.config import Config
 from tailrace.server import serve
-from tailrace.server.services import Services, TextServices
+from tailrace.server.services import Services
 from tailrace.telemetry.metrics import Metrics
 from tailrace.telemetry.request_log import RequestLog
-from tailrace.text.chat import ChatTemplate
-from tailrace.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
+from tests.server.hand_made import load_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -138,7 +137,6 @@ def running_app(
         config: The settings; the port is ours.
         engine_options: Of `FakeEngine`.
     """
-    tokenizer = Tokenizer.load(folder)
     config = config or Config()
     services = Services(
         config=config,
@@ -150,7 +148,7 @@ def running_app(
             files=config.server.request_log_files,
         ),
         started_s=monotonic(),
-        text=TextServices("tiny", tokenizer, ChatTemplate.load(folder, tokenizer)),
+        text=load_text(folder),
     )
     settings = serve._uvicorn_config(services)
     settings.timeout_graceful_shutdown = 1

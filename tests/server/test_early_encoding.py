@@ -62,7 +62,7 @@ def text(request, tmp_path_factory):
         special_tokens=[("<|endoftext|>", built.token_to_id("<|endoftext|>"))],
     )
     built.save(str(folder / "tokenizer.json"))
-    return load_text(folder)
+    return load_text(folder, calls_are_text=True)  # its templates show tools, and no call
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -181,7 +182,7 @@ PIECES = st.sampled_from(
 def test_no_cut_changes_what_is_found(pieces, cuts, style, streams):
     text = "".join(pieces)
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    parts = [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+    parts = [text[a:b] for a, b in itertools.pairwise(places)]
     whole = parse(style, [text], streams=streams)
     assert parse(style, parts, streams=streams) == whole
     assert parse(style, list(text), streams=streams) == whole

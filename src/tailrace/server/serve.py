@@ -169,6 +169,7 @@ def _text_services(config: Config, folder: Path) -> TextServices:
         chat_template=chat_template,
         grammars=GrammarCompiler(folder, tokenizer.vocab_size, ends),
         tool_style=_tool_style(config.server.tool_call_parser, chat_template),
+        calls_are_text=config.server.tool_call_parser == "none",
     )
 
 

@@ -32,6 +32,8 @@ class TextServices:
     """Checks what clients ask for; None: no structured output."""
     tool_style: ToolStyle | None = None
     """How the model writes calls; None: it is not known to write any."""
+    calls_are_text: bool = False
+    """The operator wants calls left as the model wrote them (--tool-call-parser none)."""
 
 
 @dataclass

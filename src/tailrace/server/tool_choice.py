@@ -81,7 +81,7 @@ class ToolRules:
         for index, function in enumerate(self.functions):
             head = f'{{"name": {literal(function.name)}, "{marks.arguments}": '
             rules.append(f"call_{index}: {literal(head)} arguments_{index} {literal('}')}")
-            schema = function.parameters or {"type": "object"}
+            schema = {"type": "object", **(function.parameters or {})}
             rule = json_rule(Constraint("json", schema, function.param))
             rules.append(f"arguments_{index}: {rule}")
         names = " | ".join(f"call_{index}" for index in range(len(self.functions)))
@@ -111,13 +111,13 @@ def read_tools(body: ChatBody, text: TextServices) -> ToolRules | None:
         return None
     functions = tuple(_function(tool, index) for index, tool in enumerate(_listed(body.tools)))
     chosen, must_call = _chosen(choice, functions)
-    if choice == "none":
+    if choice == "none" or (text.calls_are_text and not must_call):
         return None
     if text.tool_style is None:
         raise RequestError(
             "tools are given, but the model's chat template shows no style of calls that is known "
             "here: leave tools out, set tool_choice to 'none', or start the server with "
-            "--tool-call-parser hermes or llama3_json",
+            "--tool-call-parser hermes or llama3_json (or none: calls stay text)",
             param="tools",
         )
     return ToolRules(
@@ -208,12 +208,8 @@ async def constrained_chat(
         )
     check_terms(sampling, param)
     is_special = has_special_marks(rules, text)
-    # The check knows no special token of the model's: it sees the same tags as text.
-    checked = await compiled(
-        await asyncio.to_thread(rules.grammar, constraint), text.grammars, param
-    )
-    grammar = rules.grammar(constraint, is_special=True) if is_special else checked
-    return msgspec.structs.replace(sampling, grammar=grammar)
+    grammar = await asyncio.to_thread(rules.grammar, constraint, is_special=is_special)
+    return msgspec.structs.replace(sampling, grammar=await compiled(grammar, text.grammars, param))
 
 
 def has_special_marks(rules: ToolRules, text: TextServices) -> bool:
