@@ -22,7 +22,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tailrace.kernels.attention_shapes import ADA, DECODE, PREFILL
-from tailrace.kernels.linear import triton_int4, triton_skinny
+from tailrace.kernels.linear import (
+    triton_float8,
+    triton_float8_rows,
+    triton_int4,
+    triton_skinny,
+)
 from tailrace.kernels.paged_attention.triton_decode import decode_kernel
 from tailrace.kernels.paged_attention.triton_prefill import prefill_kernel
 from tailrace.kernels.rms_norm.triton import rms_norm_kernel
@@ -167,6 +172,47 @@ def _int4_types(half: str) -> dict[str, str]:
     return {**TYPES, **halves, **codes}
 
 
+def float8_linear_cases(kind: int) -> Iterator[Case]:
+    """Products over FP8 weights, and rows rounded to FP8."""
+    if kind < ADA:
+        return
+    halves = dict.fromkeys(("x_ptr", "out_ptr", "bias_ptr"), "*bf16")
+    floats = dict.fromkeys(("scale_ptr", "scales_ptr", "x_scale_ptr", "w_scale_ptr"), "*fp32")
+    wide = dict.fromkeys(("w_ptr", "values_ptr"), "*fp8e4nv")
+    types = {**TYPES, **halves, **floats, **wide, "arrivals": "*i32"}
+    for (block_m, shape), by_blocks in itertools.product(
+        triton_float8.SKINNY_SHAPES, (False, True)
+    ):
+        constants = {
+            "BLOCK_M": block_m, "BLOCK_N": shape.block_n, "BLOCK_K": 128, "BY_BLOCKS": by_blocks,
+            "IS_SPLIT": True, "HAS_BIAS": True, "STAGES": shape.num_stages,
+        }  # fmt: skip
+        yield Case(
+            f"float8_skinny {block_m} blocks={by_blocks}", triton_float8.float8_skinny_kernel,
+            constants, shape.num_warps, shape.num_stages, types=types,
+        )  # fmt: skip
+    constants = {
+        "BLOCK_M": triton_float8.BLOCK_M, "BLOCK_N": triton_float8.BLOCK_N,
+        "GROUP_M": triton_float8.GROUP_M, "HAS_BIAS": True,
+    }  # fmt: skip
+    yield Case(
+        "float8_blocks", triton_float8.float8_blocks_kernel, constants,
+        triton_float8.BLOCKS_WARPS, triton_float8.BLOCKS_STAGES, {**types, "x_ptr": "*fp8e4nv"},
+    )  # fmt: skip
+    hidden = {"WIDTH": 3584, "BLOCK": 4096}
+    inner = {"WIDTH": 18944, "BLOCK": 32768}
+    for group in (0, 128):
+        for name, sizes, warps in (
+            ("quantize_rows", hidden, 8), ("rms_norm_float8", hidden, 8),
+            ("silu_mul_float8", inner, 16),
+        ):  # fmt: skip
+            kernel = getattr(triton_float8_rows, f"{name}_kernel")
+            constants = {**sizes, "GROUP": group}
+            if "HAS_X" in kernel.arg_names:
+                constants["HAS_X"] = True
+            yield Case(f"{name} {group}", kernel, constants, warps, types=types)
+
+
 def sampling_cases() -> Iterator[Case]:
     """For a vocabulary of 152k, which is 149 blocks."""
     warps = {"weigh": 8, "aim": 8, "search": 16}
@@ -220,6 +266,7 @@ def main(kind: int) -> None:
         *float8_cases(kind),
         *other_cases(),
         *int4_cases(),
+        *float8_linear_cases(kind),
         *sampling_cases(),
     ]
     for case in cases:

@@ -10,7 +10,7 @@ import torch
 
 from tailrace.errors import ConfigError, EngineError
 from tailrace.kernels.linear.int4 import quantize_groups
-from tailrace.kernels.linear.int4_linear import Int4Linear, Int4Workspace
+from tailrace.kernels.linear.int4_linear import Int4Linear
 from tailrace.kernels.linear.packed_int4 import PackedInt4, splits_for
 from tailrace.kernels.linear.triton_int4 import (
     MOST_ROWS,
@@ -20,6 +20,7 @@ from tailrace.kernels.linear.triton_int4 import (
     dequantize,
     int4_linear,
 )
+from tailrace.kernels.linear.workspace import Workspace
 from tests.kernels.compare import assert_close
 from tests.kernels.paged import NAN
 
@@ -49,8 +50,8 @@ def packed(on_triton, outputs, inputs, group, *, splits=0, scale_dtype=torch.flo
 
 
 def scratch_for(weight):
-    workspace = Int4Workspace(weight.codes.device, torch.float32)
-    workspace.reserve(weight)
+    workspace = Workspace(weight.codes.device, torch.float32)
+    workspace.reserve(outputs=weight.outputs, splits=weight.splits, rows=MOST_ROWS)
     workspace.scratch.parts.fill_(NAN)
     return workspace.scratch
 
@@ -130,7 +131,7 @@ def test_a_group_that_no_tile_fits_is_refused():
 @pytest.mark.parametrize("rows", [0, 1, MOST_ROWS, MOST_ROWS + 1])
 def test_layers_share_a_workspace_and_serve_any_number_of_rows(on_triton, rows):
     dtype = on_triton.kernels.dtype
-    workspace = Int4Workspace(on_triton.kernels.device, dtype)
+    workspace = Workspace(on_triton.kernels.device, dtype)
     sizes = [(130, 128), (40, 512)]
     weights = [quantize_groups(torch.randn(n, k) * k**-0.5, 64) for n, k in sizes]
     bias = torch.randn(130)

@@ -11,6 +11,7 @@ import torch
 
 from tailrace.errors import ConfigError, EngineError
 from tailrace.kernels.attention_shapes import (
+    FLOAT8_CAPABILITY,
     INTERPRETER,
     Capability,
     decode_shape,
@@ -18,11 +19,14 @@ from tailrace.kernels.attention_shapes import (
 )
 from tailrace.kernels.kv_scales import UNSCALED, KVScales
 from tailrace.kernels.linear.cublas import CublasLinear
+from tailrace.kernels.linear.float8 import Float8Weight
+from tailrace.kernels.linear.float8_linear import Float8Linear, takes
 from tailrace.kernels.linear.int4 import GroupInt4
-from tailrace.kernels.linear.int4_linear import Int4Linear, Int4Workspace
+from tailrace.kernels.linear.int4_linear import Int4Linear
 from tailrace.kernels.linear.packed_int4 import LEAST_GROUP
 from tailrace.kernels.linear.triton_skinny import SkinnyLinear, SkinnyScratch
 from tailrace.kernels.linear.weight import plain
+from tailrace.kernels.linear.workspace import Workspace
 from tailrace.kernels.paged_attention.device_batch import plan
 from tailrace.kernels.paged_attention.triton_decode import DecodeScratch, decode
 from tailrace.kernels.paged_attention.triton_prefill import prefill
@@ -66,7 +70,7 @@ class TritonKernels:
         # Prompts' attention runs there beside the decodes'; the higher priority gives it its share
         # of each multiprocessor: docs/performance.md, "Attention on two streams".
         is_gpu = device.type == "cuda"
-        self._int4 = Int4Workspace(device, self.dtype)
+        self._workspace = Workspace(device, self.dtype)
         self._skinny = SkinnyScratch.allocate(device) if is_gpu else None
         self._beside = torch.cuda.Stream(device, priority=-1) if is_gpu else None  # type: ignore[no-untyped-call]
 
@@ -206,10 +210,16 @@ class TritonKernels:
         if DTYPES[dtype] != self.dtype:
             raise ConfigError(f"weights in {dtype} do not go with activations in {self.dtype}")
         if isinstance(weight, GroupInt4) and weight.group % LEAST_GROUP == 0:
-            return Int4Linear(weight, bias_O, self._int4)
+            return Int4Linear(weight, bias_O, self._workspace)
+        if isinstance(weight, Float8Weight) and self._multiplies_float8 and takes(weight):
+            return Float8Linear(weight, bias_O, self._workspace)
         linear = CublasLinear(plain(weight), bias_O, self.dtype, self.device)
         # The interpreter takes a minute for what cuBLAS does at once.
         return linear if self._skinny is None else SkinnyLinear(linear, self._skinny)
+
+    @property
+    def _multiplies_float8(self) -> bool:
+        return self.capability >= FLOAT8_CAPABILITY
 
     def head_dtype(self, dtype: WeightDtype) -> WeightDtype:
         """See `Kernels.head_dtype`."""

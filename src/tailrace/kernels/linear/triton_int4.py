@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tailrace.kernels.linear.packed_int4 import PackedInt4
+    from tailrace.kernels.linear.workspace import SplitScratch
 
 
 # A register holds two neighbouring int16: `(r >> 4i) & 0x000f000f` are two codes, and with the
@@ -226,22 +227,12 @@ def shape_for(rows: int) -> tuple[int, Int4Shape]:
     return next((block_m, shape) for block_m, shape in SHAPES if rows <= block_m)
 
 
-@dataclass(frozen=True)
-class Int4Scratch:
-    """Where the parts of split sums meet; one serves all layers of a stream."""
-
-    parts: Tensor
-    """float32 [splits x rows x outputs, the most that any layer needs]."""
-    arrivals: Tensor
-    """int32 [tiles], zero between launches."""
-
-
 def int4_linear(
     x_TI: Tensor,
     weight: PackedInt4,
     bias_O: Tensor | None,
     *,
-    scratch: Int4Scratch,
+    scratch: SplitScratch,
     shape: Int4Shape | None = None,
 ) -> Tensor:
     """Return x @ weight.T + bias [T, O] in x's dtype; sums are float32.

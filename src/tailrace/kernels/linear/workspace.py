@@ -1,0 +1,80 @@
+"""Memory that the quantised layers of one stream share; it grows at load, and never after.
+
+The parts of split sums, and room for one weight in half precision. A product is done with both when
+the next one of its stream starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from tailrace.errors import EngineError
+
+_TILE = 64
+"""Outputs of the narrowest tile."""
+
+
+@dataclass(frozen=True)
+class SplitScratch:
+    """Where the parts of split sums meet."""
+
+    parts: Tensor
+    """float32 [splits x rows x outputs, the most that any layer needs]."""
+    arrivals: Tensor
+    """int32 [tiles], zero between launches."""
+
+
+class Workspace:
+    """Reserved by every layer as it is packed, allocated at the first product.
+
+    Args:
+        device: Of the layers.
+        dtype: Of activations.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self._lock = Lock()  # layers are built by several threads
+        self._parts = self._tiles = self._elements = 0
+        self._scratch: SplitScratch | None = None
+        self._wide: Tensor | None = None
+
+    def reserve(self, *, outputs: int, splits: int, rows: int, wide: int = 0) -> None:
+        """Have room for a layer.
+
+        Args:
+            outputs: Of the layer.
+            splits: Of its inputs.
+            rows: The most that its split product takes.
+            wide: Elements of its weight, where that is to be written out.
+
+        Raises:
+            EngineError: A product has run already, and captured graphs may hold the old addresses.
+        """
+        with self._lock:
+            if self._scratch is not None or self._wide is not None:
+                raise EngineError("a quantised layer was added after one had run")
+            if splits > 1:
+                self._parts = max(self._parts, splits * rows * outputs)
+            self._tiles = max(self._tiles, -(-outputs // _TILE))
+            self._elements = max(self._elements, wide)
+
+    @property
+    def scratch(self) -> SplitScratch:
+        """Of split sums."""
+        if self._scratch is None:
+            self._scratch = SplitScratch(
+                torch.empty(self._parts, dtype=torch.float32, device=self.device),
+                torch.zeros(self._tiles, dtype=torch.int32, device=self.device),
+            )
+        return self._scratch
+
+    def wide(self, outputs: int, inputs: int) -> Tensor:
+        """Return room for a weight [outputs, inputs]; the next call hands it out again."""
+        if self._wide is None:
+            self._wide = torch.empty(self._elements, dtype=self.dtype, device=self.device)
+        return self._wide[: outputs * inputs].view(outputs, inputs)

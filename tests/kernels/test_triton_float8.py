@@ -1,0 +1,236 @@
+"""FP8 products: rows rounded alone or where they are made, few rows, many, and the layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tailrace.errors import ConfigError, EngineError
+from tailrace.kernels.linear import float8_rows, triton_float8_rows
+from tailrace.kernels.linear.float8 import Float8Weight, quantize_blocks, quantize_channels
+from tailrace.kernels.linear.float8_linear import Float8Linear
+from tailrace.kernels.linear.triton_float8 import (
+    MOST_ROWS,
+    SkinnyFloat8Shape,
+    float8_blocks,
+    float8_skinny,
+    skinny_splits,
+)
+from tailrace.kernels.linear.workspace import Workspace
+from tailrace.kernels.rms_norm.reference import add_rms_norm, rms_norm
+from tailrace.kernels.silu_mul.reference import silu_mul
+from tests.kernels.compare import assert_close
+from tests.kernels.paged import NAN
+
+QUANTIZE = {"channel": quantize_channels, "block128": quantize_blocks}
+GROUPS = [0, 128]
+
+
+@pytest.fixture(autouse=True)
+def _float8_here(request):
+    if "on_triton" in request.fixturenames:
+        on_triton = request.getfixturevalue("on_triton")
+        if on_triton.kernels.capability < (8, 9):
+            pytest.skip("this GPU has no float8")
+
+
+def poisoned(on_triton, rows, inputs):
+    """Return x at the head of a larger block that holds NaN, as freed memory may."""
+    whole = on_triton.half(torch.full((rows + 40, inputs), NAN))
+    whole[:rows] = on_triton.half(torch.randn(rows, inputs))
+    return whole[:rows]
+
+
+def held(weight, device):
+    return Float8Weight(weight.values.to(device), weight.scales.to(device), weight.scheme)
+
+
+def assert_rounded(found, exact):
+    """Each value lies within half a step of the exact one; scales are those of the truth."""
+    truth = float8_rows.quantize_rows(exact, 0 if found.scales.shape[1] == 1 else found.group)
+    assert_close("scales", found.scales.cpu(), truth.scales, rtol=1e-2, atol=1e-30)
+    spread = truth.scales.repeat_interleave(found.group, 1)[:, : exact.shape[1]]
+    # Half a step of 3 bits, or of the last octave's fixed step, and what a GPU's formula differs.
+    bound = exact.abs() / 15 + spread * 2**-9
+    assert bool(((found.dequantize().cpu() - exact).abs() <= bound).all())
+
+
+# Rounding alone
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 130), (2, 576), (5, 1000)])
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_reference_maps_each_groups_largest_to_448(shape, group):
+    x = torch.randn(shape) * 10
+    x[0] = 0.0
+    rows = float8_rows.quantize_rows(x, group)
+    assert rows.scales.shape == (shape[0], -(-shape[1] // (group or shape[1])))
+    assert_rounded(rows, x)
+    assert torch.equal(rows.dequantize()[0], torch.zeros(shape[1]))
+    if shape[0] > 1:
+        peaks = rows.values.float().abs().amax(1)
+        assert peaks[1:].tolist() == [448.0] * (shape[0] - 1)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 130), (2, 576), (5, 1000)])
+@pytest.mark.parametrize("group", GROUPS)
+def test_rows_are_rounded_as_by_the_reference(on_triton, shape, group):
+    x = poisoned(on_triton, *shape) * 7
+    found = triton_float8_rows.quantize_rows(x, group)
+    truth = float8_rows.quantize_rows(x.cpu().float(), group)
+    assert torch.equal(found.scales.cpu(), truth.scales)
+    assert torch.equal(found.values.cpu().float(), truth.values.float())
+
+
+def test_nan_stays_where_it_is(on_triton):
+    x = poisoned(on_triton, 3, 200)
+    x[1, 150] = NAN
+    found = triton_float8_rows.quantize_rows(x, 128).dequantize().cpu()
+    assert bool(found[1, 150].isnan())
+    assert bool(found[[0, 2]].isfinite().all())
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("with_x", [False, True])
+def test_a_norm_rounds_its_own_result(on_triton, group, with_x):
+    residual, weight = torch.randn(4, 300) * 2, torch.randn(300)
+    x = on_triton.rounded(torch.randn(4, 300))
+    kept = on_triton.float(residual)
+    given = on_triton.half(x) if with_x else None
+    found = triton_float8_rows.add_rms_norm_float8(
+        given, kept, on_triton.float(weight), 1e-5, group=group
+    )
+    if with_x:
+        exact = add_rms_norm(x, residual, weight, 1e-5)
+    else:
+        exact = rms_norm(residual, weight, 1e-5)
+    assert torch.equal(kept.cpu(), residual)  # the reference adds in place
+    assert_rounded(found, exact)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_silu_mul_rounds_its_own_result(on_triton, group):
+    x = on_triton.rounded(torch.randn(3, 2 * 1536) * 3)
+    assert_rounded(triton_float8_rows.silu_mul_float8(on_triton.half(x), group=group), silu_mul(x))
+
+
+def test_no_rows_are_no_error(on_triton):
+    none = triton_float8_rows.quantize_rows(on_triton.half(torch.zeros(0, 64)))
+    assert none.values.shape == (0, 64)
+
+
+# Products
+
+SKINNY = [(1, 128, 48), (7, 576, 144), (17, 300, 77), (64, 1040, 200)]  # rows, inputs, outputs
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), SKINNY)
+@pytest.mark.parametrize("scheme", QUANTIZE)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_few_rows_equal_the_product_with_the_dequantised_weight(
+    on_triton, rows, inputs, outputs, scheme, with_bias
+):
+    weight = QUANTIZE[scheme](torch.randn(outputs, inputs) * inputs**-0.5)
+    device = on_triton.kernels.device
+    x = poisoned(on_triton, rows, inputs)
+    bias = on_triton.half(torch.randn(outputs)) if with_bias else None
+    workspace = Workspace(device, x.dtype)
+    workspace.reserve(outputs=outputs, splits=8, rows=MOST_ROWS)
+    workspace.scratch.parts.fill_(NAN)
+    y = float8_skinny(x, held(weight, device), bias, scratch=workspace.scratch)
+    truth = x.cpu().double() @ weight.dequantize(torch.float64).t()
+    if bias is not None:
+        truth += bias.cpu().double()
+    assert_close("y", y.cpu(), truth, **on_triton.tolerance)
+    assert not workspace.scratch.arrivals.any()
+
+
+@pytest.mark.parametrize("scheme", QUANTIZE)
+def test_a_row_does_not_depend_on_its_neighbours_of_the_same_tile(on_triton, scheme):
+    weight = held(QUANTIZE[scheme](torch.randn(130, 1100)), on_triton.kernels.device)
+    assert skinny_splits(130, 1100)[0] > 1
+    x = poisoned(on_triton, 15, 1100)
+    workspace = Workspace(on_triton.kernels.device, x.dtype)
+    workspace.reserve(outputs=130, splits=8, rows=MOST_ROWS)
+    shape = SkinnyFloat8Shape(128, 4, 3)
+    together = float8_skinny(x, weight, None, scratch=workspace.scratch, shape=shape)
+    for row in (0, 14):
+        one = x[row : row + 1]
+        alone = float8_skinny(one, weight, None, scratch=workspace.scratch, shape=shape)
+        assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(3, 128, 48), (130, 576, 144), (140, 300, 270)]
+)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_many_rows_by_blocks_equal_the_product_of_what_is_held(
+    on_triton, rows, inputs, outputs, with_bias
+):
+    weight = quantize_blocks(torch.randn(outputs, inputs) * inputs**-0.5)
+    dtype = on_triton.kernels.dtype
+    x = triton_float8_rows.quantize_rows(poisoned(on_triton, rows, inputs), 128)
+    bias = on_triton.half(torch.randn(outputs)) if with_bias else None
+    y = float8_blocks(x, held(weight, on_triton.kernels.device), bias, dtype)
+    truth = x.dequantize().cpu().double() @ weight.dequantize(torch.float64).t()
+    if bias is not None:
+        truth += bias.cpu().double()
+    assert y.dtype == dtype
+    assert_close("y", y.cpu(), truth, **on_triton.tolerance)
+
+
+def test_every_split_has_a_step_of_work():
+    for outputs in (16, 576, 4608, 37888):
+        for inputs in (64, 128, 576, 3584, 18944):
+            splits, span = skinny_splits(outputs, inputs)
+            steps = -(-inputs // 128)
+            assert span * (splits - 1) < steps <= span * splits
+
+
+# The layer
+
+
+@pytest.mark.parametrize("scheme", ["tensor", "channel", "block128"])
+@pytest.mark.parametrize("rows", [0, 1, MOST_ROWS, MOST_ROWS + 3])
+def test_a_layer_serves_any_number_of_rows(on_triton, scheme, rows):
+    dtype = on_triton.kernels.dtype
+    if scheme == "tensor":
+        values = torch.randn(48, 160).to(torch.float8_e4m3fn)
+        weight = Float8Weight(values, torch.tensor([0.08]), "tensor")
+    else:
+        weight = QUANTIZE[scheme](torch.randn(48, 160) * 160**-0.5)
+    bias = torch.randn(48)
+    layer = Float8Linear(weight, bias, Workspace(on_triton.kernels.device, dtype))
+    x = poisoned(on_triton, rows, 160)
+    y = layer(x).cpu().double()
+    used = x.cpu()
+    if layer.takes_float8(rows):
+        used = float8_rows.quantize_rows(used.float(), layer.group).dequantize()
+        fused = layer(triton_float8_rows.quantize_rows(x, layer.group))
+        assert torch.equal(fused.cpu().double(), y)
+    truth = used.double() @ weight.dequantize(torch.float64).t() + on_triton.rounded(bias).double()
+    # torch rounds such results to bfloat16 where scales go by rows.
+    rounded = layer.takes_float8(rows) and not layer.group
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if rounded else on_triton.tolerance
+    assert_close("y", y, truth, **tolerance)
+
+
+def test_layers_are_counted_and_none_is_added_late(on_triton):
+    workspace = Workspace(on_triton.kernels.device, on_triton.kernels.dtype)
+    layer = Float8Linear(quantize_channels(torch.randn(48, 160)), None, workspace)
+    assert layer.nbytes == 48 * 160 + 48 * 4
+    layer(poisoned(on_triton, 2, 160))
+    with pytest.raises(EngineError, match="after one had run"):
+        Float8Linear(quantize_channels(torch.randn(48, 160)), None, workspace)
+
+
+def test_sizes_that_the_hardware_does_not_take_are_refused_here_and_unpacked_by_the_kernels(
+    on_triton,
+):
+    weight = quantize_channels(torch.randn(47, 160))
+    with pytest.raises(ConfigError, match=r"\[47, 160\]: inputs and outputs must be"):
+        Float8Linear(weight, None, Workspace(on_triton.kernels.device, torch.float16))
+    dtype = str(on_triton.kernels.dtype).removeprefix("torch.")
+    assert on_triton.kernels.pack_linear(weight, None, dtype).name.startswith(f"cuBLAS {dtype}")
+    whole = quantize_channels(torch.randn(48, 160))
+    assert on_triton.kernels.pack_linear(whole, None, dtype).name == "FP8 by channel"
