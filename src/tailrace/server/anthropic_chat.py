@@ -26,6 +26,7 @@ BILLING_HEADER = "x-anthropic-billing-header"
 """What a system block of Claude Code begins with that is meant for Anthropic's accounts alone; it
 differs from request to request, so that no prompt would begin as another does."""
 
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _UNSEEN = frozenset({"thinking", "redacted_thinking"})
 
 
@@ -43,9 +44,14 @@ def chat_of(body: CountTokensBody) -> ChatBody:
             "messages end with a tool_use: send the tool_result that the model waits for",
             param="messages",
         )
+    tool_choice, is_parallel = _tool_choice(body.tool_choice)
     return ChatBody(
         model=body.model,
         messages=messages,
+        tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or [])] or None,
+        tool_choice=tool_choice,
+        parallel_tool_calls=is_parallel,
+        response_format=_response_format(body.output_config or {}),
         continue_final_message=is_prefilled,
         chat_template_kwargs=body.chat_template_kwargs,
     )
@@ -72,6 +78,7 @@ def sampled_chat_of(body: MessagesBody) -> ChatBody:
     chat.seed = body.seed
     chat.priority = body.priority
     chat.cache_salt = body.cache_salt
+    chat.return_metrics = body.return_metrics
     return chat
 
 
@@ -81,18 +88,60 @@ def _check_unserved(body: CountTokensBody) -> None:
             "thinking is not served: leave it out, or send the type 'disabled' or 'adaptive'",
             param="thinking",
         )
-    if body.tools:
-        raise RequestError("tools are not served on this route: leave them out", param="tools")
-    if (body.output_config or {}).get("format") is not None:
-        raise RequestError(
-            "output_config.format: structured output is not served on this route; leave it out",
-            param="output_config.format",
-        )
     for name in ("mcp_servers", "container"):
         if getattr(body, name):
             raise RequestError(
                 f"{name} is not served: this server runs no tools; leave it out", param=name
             )
+
+
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a tool as OpenAI writes it."""
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
+        raise RequestError(
+            f"{where}.type is {str(kind)[:40]!r}: this server runs no tools of Anthropic's, it "
+            "calls yours",
+            param=f"{where}.type",
+        )
+    names = {
+        "name": "name",
+        "description": "description",
+        "input_schema": "parameters",
+        "strict": "strict",
+    }
+    function = {ours: tool[name] for name, ours in names.items() if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(sent: dict[str, Any] | None) -> tuple[str | dict[str, Any] | None, bool | None]:
+    """Return OpenAI's `tool_choice` and `parallel_tool_calls`."""
+    if sent is None:
+        return None, None
+    kind = sent.get("type")
+    choice: str | dict[str, Any]
+    if kind == "tool":
+        choice = {"type": "function", "function": {"name": sent.get("name")}}
+    elif isinstance(kind, str) and kind in _TOOL_CHOICES:
+        choice = _TOOL_CHOICES[kind]
+    else:
+        raise RequestError(
+            f"tool_choice.type is {str(kind)[:40]!r}: send 'auto', 'any', 'tool' or 'none'",
+            param="tool_choice.type",
+        )
+    return choice, False if sent.get("disable_parallel_tool_use") is True else None
+
+
+def _response_format(output_config: dict[str, Any]) -> dict[str, Any] | None:
+    sent = output_config.get("format")
+    if sent is None:
+        return None
+    if not isinstance(sent, dict) or sent.get("type") != "json_schema":
+        raise RequestError(
+            "output_config.format: send {'type': 'json_schema', 'schema': ...}, or leave it out",
+            param="output_config.format",
+        )
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": sent.get("schema")}}
 
 
 def _system(sent: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:

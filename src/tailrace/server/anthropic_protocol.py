@@ -36,7 +36,7 @@ class CountTokensBody(msgspec.Struct, kw_only=True):
 
 
 class MessagesBody(CountTokensBody, kw_only=True):
-    """POST /v1/messages; the last three fields are not Anthropic's."""
+    """POST /v1/messages; the last four fields are not Anthropic's."""
 
     max_tokens: int | None = None
     stop_sequences: list[str] | None = None
@@ -48,6 +48,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
     seed: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    return_metrics: bool | None = None
 
 
 class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
@@ -55,6 +56,15 @@ class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
 
     text: str
     citations: None = None
+
+
+class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):
+    """A call in an answer's content."""
+
+    id: str
+    name: str
+    input: Any
+    caller: dict[str, str] = msgspec.field(default_factory=lambda: {"type": "direct"})
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):

@@ -23,6 +23,30 @@ def call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
+class PieceReader:
+    """Reads one choice's pieces as text and calls; without tools all of it is text.
+
+    Args:
+        rules: Of the chat; None: no calls.
+        streams: Whether the pieces are a stream's.
+    """
+
+    def __init__(self, rules: ToolRules | None, *, streams: bool) -> None:
+        self._parser = rules.parser(streams=streams) if rules else None
+
+    @property
+    def calls(self) -> int:
+        """Calls begun so far."""
+        return self._parser.calls if self._parser else 0
+
+    def read(self, piece: Piece) -> list[Found]:
+        """Return what a piece brings; the last one brings what was held back, too."""
+        if self._parser is None:
+            return [Text(piece.text)] if piece.text else []
+        found = self._parser.push(piece.text)
+        return found if piece.finish_reason is None else found + self._parser.finish()
+
+
 class ChoiceCalls:
     """Finds the calls in one choice's pieces.
 

@@ -5,6 +5,7 @@ What the routes that speak of messages share, whatever they call them on the wir
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ from tailrace.server.structured import read_constraint
 from tailrace.server.tool_choice import constrained_chat, has_special_marks, read_tools
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tailrace.server.early_encoding import EarlyEncoding
     from tailrace.server.protocol import ChatBody
     from tailrace.server.sampling import Limits
@@ -95,6 +98,18 @@ async def chat_job(
         received_s=received_s,
         prompt_ready_s=monotonic(),
     )
+
+
+@contextmanager
+def renamed(ours: str, theirs: str) -> Iterator[None]:
+    """Name a refused field as the client did, where the block refuses it under our name."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param is not None and error.param.startswith(ours):
+            error.param = theirs + error.param.removeprefix(ours)
+            error.message = error.message.replace(ours, theirs, 1)
+        raise
 
 
 async def encode_chat(

@@ -58,6 +58,10 @@ def chat_of(body: ResponsesBody) -> ChatBody:
     return ChatBody(
         **shared,
         messages=messages,
+        tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or [])] or None,
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=_response_format(body),
         continue_final_message=_is_unfinished(body.input),
         chat_template_kwargs=body.chat_template_kwargs,
     )
@@ -75,15 +79,6 @@ def _check_unserved(body: ResponsesBody) -> None:
             "background is true: this server stores nothing, so nobody could fetch the answer; "
             "leave it out",
             param="background",
-        )
-    if body.tools:
-        raise RequestError("tools are not served on this route: leave them out", param="tools")
-    form = body.text.format if body.text else None
-    kind = (form or {}).get("type", "text")
-    if kind != "text":
-        raise RequestError(
-            f"text.format.type is {str(kind)[:40]!r}: only 'text' is served on this route",
-            param="text.format",
         )
     if body.n not in (None, 1):
         raise RequestError(f"n is {body.n}: a response is one answer", param="n")
@@ -116,6 +111,34 @@ def _check_fields(body: ResponsesBody) -> None:
             f"most {MAX_METADATA_KEY_CHARS} characters and values of {MAX_METADATA_CHARS}",
             param="metadata",
         )
+
+
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a tool as chats have it: what is beside its type here is within `function` there."""
+    kind = tool.get("type")
+    if kind != "function":
+        raise RequestError(
+            f"{where}.type is {str(kind)[:40]!r}: this server runs no tools, it calls your "
+            "functions",
+            param=f"{where}.type",
+        )
+    names = ("name", "description", "parameters", "strict")
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(sent: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if isinstance(sent, dict) and sent.get("type") == "function":
+        return {"type": "function", "function": {"name": sent.get("name")}}
+    return sent
+
+
+def _response_format(body: ResponsesBody) -> dict[str, Any] | None:
+    """Return `text.format` as chats have it: within `json_schema`."""
+    sent = body.text.format if body.text else None
+    if sent is None or sent.get("type") != "json_schema":
+        return sent
+    return {"type": "json_schema", "json_schema": sent}
 
 
 def _instructions(sent: str | None) -> list[dict[str, Any]]:

@@ -66,6 +66,16 @@ class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message
     role: str = "assistant"
 
 
+class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
+    """A call as one item of an answer."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: str
+
+
 class InputTokensDetails(msgspec.Struct):
     """Part of `ResponseUsage`."""
 
@@ -126,12 +136,13 @@ class Response(msgspec.Struct, kw_only=True):
     metadata: dict[str, str]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    user: str | None = None
+    user: str | UnsetType = UNSET
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
     usage: ResponseUsage | None = None
+    metrics: AnswerMetrics | UnsetType = UNSET
     # What this server does not do, said in every answer.
     store: bool = False
     background: bool = False
@@ -141,4 +152,3 @@ class Response(msgspec.Struct, kw_only=True):
     reasoning: dict[str, None] = msgspec.field(
         default_factory=lambda: {"effort": None, "summary": None}
     )
-    metrics: AnswerMetrics | UnsetType = UNSET

@@ -11,7 +11,7 @@ from tailrace.server.answering import answer
 from tailrace.server.anthropic_chat import chat_of, sampled_chat_of
 from tailrace.server.anthropic_format import MessageFormat
 from tailrace.server.anthropic_protocol import CountTokensBody, MessagesBody
-from tailrace.server.chat_job import chat_job, encode_chat, is_long
+from tailrace.server.chat_job import chat_job, encode_chat, is_long, renamed
 from tailrace.server.error_bodies import ANTHROPIC_PATH
 from tailrace.server.prompts import off_loop_if
 from tailrace.server.sampling import read_max_tokens, read_sampling
@@ -29,7 +29,10 @@ async def messages(services: Services, request: Request) -> None:
     _check_model(body, text)
     chat = await off_loop_if(_is_long(body), lambda: sampled_chat_of(body))
     request.timeline.enter("admission")
-    with services.admission.admitted(1, services.places):
+    with (
+        services.admission.admitted(1, services.places),
+        renamed("response_format", "output_config.format"),
+    ):
         request.timeline.enter("tokenise")
         asked_tokens = read_max_tokens("max_tokens", body.max_tokens) or 0
         job = await chat_job(
@@ -63,7 +66,7 @@ async def count_tokens(services: Services, request: Request) -> None:
 
 
 def _is_long(body: CountTokensBody) -> bool:
-    return is_long([body.system, body.messages])
+    return is_long([body.system, body.messages, body.tools])
 
 
 def _check_model(body: CountTokensBody, text: TextServices) -> None:

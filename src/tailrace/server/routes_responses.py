@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from msgspec import UNSET
 
 from tailrace.errors import RequestError
 from tailrace.server.admission import check_model, check_open
 from tailrace.server.answering import answer
-from tailrace.server.chat_job import chat_job, is_long
+from tailrace.server.chat_job import chat_job, is_long, renamed
 from tailrace.server.prompts import off_loop_if
 from tailrace.server.responses_chat import chat_of, wants_logprobs
 from tailrace.server.responses_format import ResponseFormat
@@ -34,12 +36,15 @@ async def responses(services: Services, request: Request) -> None:
             f"model is missing: send {text.model_name!r}, which is served here", param="model"
         )
     check_model(body.model, text)
-    chat = await off_loop_if(is_long(body.input), lambda: chat_of(body))
+    chat = await off_loop_if(is_long([body.input, body.tools]), lambda: chat_of(body))
     top_logprobs = read_logprobs("top_logprobs", body.top_logprobs, limits) or 0
     is_scored = wants_logprobs(body)
     sampling = read_sampling(chat, limits, logprobs=top_logprobs if is_scored else None)
     request.timeline.enter("admission")
-    with services.admission.admitted(1, services.places):
+    with (
+        services.admission.admitted(1, services.places),
+        renamed("response_format", "text.format"),
+    ):
         request.timeline.enter("tokenise")
         job = await chat_job(
             chat,
@@ -55,8 +60,8 @@ async def responses(services: Services, request: Request) -> None:
             fits_context=True,
         )
         form = ResponseFormat(
+            job=job,
             response=_response(body, sampling, job.request_id, text.model_name, top_logprobs),
-            message_id=f"msg_{uuid.uuid4().hex}",
             tokenizer=text.tokenizer,
             wants_logprobs=is_scored,
         )
@@ -79,18 +84,23 @@ def _response(
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         top_logprobs=top_logprobs,
-        text={"format": {"type": "text"}},
-        tools=[],
-        tool_choice="auto",
+        text={"format": (body.text and body.text.format) or {"type": "text"}},
+        tools=[_told(tool) for tool in body.tools or []],
+        tool_choice=body.tool_choice or "auto",
         parallel_tool_calls=body.parallel_tool_calls is not False,
         truncation=body.truncation or "disabled",
         metadata=body.metadata or {},
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
-        user=body.user,
+        user=UNSET if body.user is None else body.user,
         safety_identifier=body.safety_identifier,
         prompt_cache_key=body.prompt_cache_key,
     )
+
+
+def _told(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool as answers name it: with every field that it might have."""
+    return {"description": None, "parameters": None, "strict": False} | tool
 
 
 ROUTES: dict[tuple[str, str], Handler] = {("POST", PATH): responses}
