@@ -281,3 +281,16 @@ def test_an_early_step_in_flight_is_not_the_requests_own():
     check(waited)
     assert waited.queue_s >= first.finished_s - waited.arrival_s
     assert waited.prefill_s + waited.prefill_wait_s + waited.decode_s == pytest.approx(2.0)
+
+
+def test_who_is_preempted_again_while_it_catches_up_has_not_decoded_meanwhile():
+    """Whatever is in flight at the second preemption: none of the wait before is the answer's."""
+    run = make_run([1.0], num_units=8, budget=4, surprised=True)
+    for i in range(4):
+        run.add(f"r-{i}", [i + 1] * 3, 34)
+    run.finish()
+    assert any(times.preemptions > 1 for times in run.finals.values())
+    for times in run.finals.values():
+        check(times)
+        # An answer of 34 tokens: 33 steps, and no more than one beside it for each preemption.
+        assert times.decode_s <= 33 + times.preemptions

@@ -419,6 +419,7 @@ class Engine:
         step = self.scheduler.schedule()
         chosen_s = self._clock()
         self.meter.add_schedule(chosen_s - begun_s)
+        self._note_victims(step)
         if not step.chunks:
             return None
         prepared = self.runner.prepare(step, self.scheduler.blocks)
@@ -457,7 +458,8 @@ class Engine:
                 self.scheduler.retire(chunk)
                 continue
             self._count_prefill(chunk)
-            self._settle(chunk, now)
+            if chunk.sequence.recover_to or not chunk.sequence.num_output:
+                self._settle(chunk, now)
             self._take_prompt_logprobs(chunk, result, index)
             output = self._commit(chunk, result, row, now)
             if output is not None:
@@ -479,11 +481,14 @@ class Engine:
         self._counters.step_time_s = now - started
         self._counters.step_tokens = in_flight.step.num_tokens
         self._counters.busy_s += now - started
-        prompt_tokens = sum(chunk.prefill_tokens for chunk in in_flight.step.chunks)
-        self._steps.add(started, now, in_flight.step.num_tokens, prompt_tokens)
+        step = in_flight.step
+        self._steps.add(started, now, step.num_tokens, step.num_tokens - step.decodes)
 
     def _settle(self, chunk: Chunk, now: float) -> None:
-        """Account for a sequence's time up to the end of a step that had a chunk of its."""
+        """Account for a sequence's time up to the end of a step that had a chunk of its.
+
+        Once it decodes, nothing has to be told apart until it ends, or is preempted.
+        """
         sequence = chunk.sequence
         is_early = sequence.status is Status.WAITING and not sequence.recover_to
         if is_early or sequence.status in (Status.ARRIVING, Status.FINISHED):
@@ -493,10 +498,10 @@ class Engine:
         sequence.spent.settle(
             now,
             self._steps,
-            own_prompt_tokens=chunk.prefill_tokens,
+            own_prompt_tokens=chunk.num_tokens if chunk.num_tokens > 1 else 0,
             has_token=sequence.num_output > 0,
-            is_recovering=sequence.is_recovering,
         )
+        sequence.spent.is_behind |= sequence.status is Status.WAITING  # sent back meanwhile
 
     def _count_prefill(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
@@ -641,6 +646,7 @@ class Engine:
             return None
         if sequence.status is not Status.RUNNING:  # preempted since, or computed early
             self.scheduler.early.drop(sequence, forget=True)
+            sequence.spent.is_behind |= sequence.recover_to > 0
             return None
         if counts and sequence.memory_failures:
             return self._finish(sequence, "error", self._clock(), error=_NO_MEMORY, may_retry=True)
@@ -650,10 +656,17 @@ class Engine:
         self.scheduler.rewind(sequence, chunk.start)
         return None
 
-    @staticmethod
-    def _times(sequence: Sequence, now: float) -> RequestTimes:
+    def _note_victims(self, step: Step) -> None:
+        """Have what the preempted did so far end with the last step, where none of theirs runs."""
+        for sequence in step.victims:
+            if not sequence.steps_in_flight:
+                spent, has_token = sequence.spent, sequence.num_output > 0
+                spent.catch_up(self._last_done_s, self._steps, has_token=has_token)
+                spent.is_behind = True
+
+    def _times(self, sequence: Sequence, now: float) -> RequestTimes:
         spent = sequence.spent
-        spent.end(now, has_token=sequence.num_output > 0, is_recovering=sequence.recover_to > 0)
+        spent.catch_up(now, self._steps, has_token=sequence.num_output > 0)
         return RequestTimes(
             arrival_s=sequence.arrival_s,
             scheduled_s=sequence.scheduled_s,

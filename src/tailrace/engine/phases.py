@@ -6,9 +6,10 @@
 What passed is its own prefill before the first token, decode after it, and "preempted" from the
 end of its last step before it was sent back until it is computed again as far as it was. Within
 prefill and decode, a step's time is divided among its tokens alike: the part of other sequences'
-prompts is what this one waited for others. So that nobody is looked at in a step that has no chunk
-of his, the engine sums that part over all steps, and a sequence takes what the sum grew by, less
-its own part: O(1) for a chunk, nothing for those who wait.
+prompts is what this one waited for others. The engine sums that part over all steps, and a sequence
+takes what the sum grew by, less its own part. So nobody is looked at in a step that has no chunk of
+his, and a decode, which has no part in the sum, only at its end: O(1) for a prompt's chunk, nothing
+for a token of an answer.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class StepSums:
             started_s: When the device turned to it.
             ended_s: When its outcome was known.
             tokens: That it computed; at least one.
-            prompt_tokens: Of those, what was prefilled, for the first time or again.
+            prompt_tokens: Of those, what was prefilled, for the first time or again: all that was
+                in chunks of more than one.
         """
         self.started_s = started_s
         self.token_s = max(0.0, ended_s - started_s) / tokens
@@ -46,11 +48,16 @@ class StepSums:
 
 @dataclass
 class Spent:
-    """Seconds of one sequence by phase; they add up to `until_s` less its arrival."""
+    """Seconds of one sequence by phase; they add up to `until_s` less its arrival.
+
+    While it decodes, `until_s` stays behind: see `catch_up`.
+    """
 
     until_s: float
     """Up to here all is accounted for; at first the arrival."""
     has_begun: bool = False
+    is_behind: bool = False
+    """Sent back, and not yet computed again as far as it was: all that passes is "preempted"."""
     queue_s: float = 0.0
     prefill_s: float = 0.0
     prefill_wait_s: float = 0.0
@@ -68,7 +75,6 @@ class Spent:
         *,
         own_prompt_tokens: int,
         has_token: bool,
-        is_recovering: bool,
     ) -> None:
         """Account for what passed until the end of a step with a chunk of this sequence.
 
@@ -77,7 +83,6 @@ class Spent:
             steps: The engine's sums, this step in them.
             own_prompt_tokens: Of the chunk, what was prefilled.
             has_token: Whether its first token was known before this step.
-            is_recovering: Whether it computed again what a preemption cost it.
         """
         if not self.has_begun:
             self.has_begun = True
@@ -88,7 +93,7 @@ class Spent:
         others_s = steps.prompts_s - self._prompts_s - steps.token_s * own_prompt_tokens
         others_s = min(max(0.0, others_s), passed_s)
         self.until_s, self._prompts_s = max(now_s, self.until_s), steps.prompts_s
-        if is_recovering:
+        if self.is_behind:
             self.preempted_s += passed_s
         elif has_token:
             self.decode_s += passed_s
@@ -97,14 +102,16 @@ class Spent:
             self.prefill_s += passed_s - others_s
             self.prefill_wait_s += others_s
 
-    def end(self, now_s: float, *, has_token: bool, is_recovering: bool) -> None:
-        """Account for what passed since, where a sequence ends amid a step or a wait."""
+    def catch_up(self, now_s: float, steps: StepSums, *, has_token: bool) -> None:
+        """Account for what passed since: of a decode, or of one that ends amid a step or a wait."""
         passed_s = max(0.0, now_s - self.until_s)
-        self.until_s = max(now_s, self.until_s)
-        if is_recovering:
+        others_s = min(steps.prompts_s - self._prompts_s, passed_s)
+        self.until_s, self._prompts_s = max(now_s, self.until_s), steps.prompts_s
+        if self.is_behind:
             self.preempted_s += passed_s
         elif has_token:
             self.decode_s += passed_s
+            self.decode_wait_s += others_s
         elif self.has_begun:
             self.prefill_s += passed_s
         else:

@@ -73,12 +73,6 @@ class Chunk:
         """Positions to compute."""
         return self.end - self.start
 
-    @property
-    def prefill_tokens(self) -> int:
-        """Positions that are prefilled, for the first time or again: all but a decode's one."""
-        tokens = self.end - self.start
-        return tokens if tokens > 1 or self.start < self.sequence.num_prompt else 0
-
 
 @dataclass
 class Step:
@@ -88,6 +82,8 @@ class Step:
     admitted: list[Sequence] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
     preempted: int = 0
+    victims: list[Sequence] = field(default_factory=list)
+    """Who was sent back."""
     num_tokens: int = 0
     """Positions to compute in all."""
     padding: int = 0
@@ -249,10 +245,11 @@ class Scheduler:
         """Note that a chunk has run: its full blocks become findable in the prefix cache."""
         self.retire(chunk)
         sequence = chunk.sequence
-        if sequence.is_recovering and chunk.end >= sequence.recover_to:
-            # Who had a token is back with its next one.
-            is_back = chunk.samples or not sequence.num_output
-            sequence.recover_to = 0 if is_back else sequence.recover_to
+        # Who had a token is back with its next one.
+        is_enough = chunk.samples or not sequence.num_output
+        if sequence.is_recovering and chunk.end >= sequence.recover_to and is_enough:
+            sequence.recover_to = 0
+            sequence.spent.is_behind = False
         # Preempted or finished meanwhile: its units are gone. (Running again is impossible: a
         # preempted sequence is not admitted while it has steps in flight.)
         table = sequence.kv
@@ -432,6 +429,7 @@ class Scheduler:
         """Send a running sequence back to wait, to be recomputed."""
         step.drop(victim)
         self._give_back(victim)
+        step.victims.append(victim)
         victim.move("preempt")
         victim.recover_to = max(victim.recover_to, victim.num_computed)
         victim.num_computed = 0
