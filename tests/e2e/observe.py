@@ -43,6 +43,19 @@ def wait_idle(url: str) -> None:
     wait_until(lambda: load(url) == (0, 0), "no request and no KV is held")
 
 
+def assert_baseline(server: LocalServer) -> None:
+    """Wait until the KV pool, of a server with --debug-kv, is whole and nobody's."""
+    wait_idle(server.url)
+
+    def is_clean() -> bool:
+        report = httpx.get(f"{server.url}/debug/kv", timeout=30).json()
+        assert report["fault"] == ""
+        is_free = report["free_blocks"] == report["total_blocks"]
+        return is_free and not report["tables"] and report["reserved_blocks"] == 0
+
+    wait_until(is_clean, "all KV is back")
+
+
 def metric(url: str, name: str) -> float:
     """The sum of a family's samples in /metrics; the family must be there."""
     lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from tests.e2e.observe import engine_pid, metric, ready_status, wait_idle, wait_until
+from tests.e2e.observe import assert_baseline, engine_pid, metric, ready_status, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,18 +81,6 @@ def shown(status: int, answer: dict) -> tuple:
 def holds_early_kv(server: LocalServer) -> bool:
     tables = httpx.get(f"{server.url}/debug/kv", timeout=30).json()["tables"]
     return any(table["held"] > 8 for table in tables)
-
-
-def assert_baseline(server: LocalServer) -> None:
-    wait_idle(server.url)
-
-    def is_clean() -> bool:
-        report = httpx.get(f"{server.url}/debug/kv", timeout=30).json()
-        assert report["fault"] == ""
-        is_free = report["free_blocks"] == report["total_blocks"]
-        return is_free and not report["tables"] and report["reserved_blocks"] == 0
-
-    wait_until(is_clean, "all KV is back")
 
 
 CHANGES = [

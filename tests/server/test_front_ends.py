@@ -17,7 +17,6 @@ import pytest
 from tailrace.config import Config, EngineConfig, ServerConfig
 from tailrace.errors import ConfigError, EngineError
 from tailrace.server import front_ends as front_ends_module
-from tailrace.server.api_worker import own_config
 from tailrace.server.front_ends import MAX_FAILED_STARTS, FrontEnds
 from tests.server.served import CONTEXT_TOKENS, DEADLINE_S, status_of, streaming
 
@@ -94,6 +93,20 @@ def test_whichever_is_asked_tells_what_all_have_served(server):
     server.process.send_signal(signal.SIGTERM)
     assert server.ended()[0] == 0
     server.assert_nothing_left()
+
+
+@pytest.mark.e2e
+def test_all_write_one_request_log(start, tmp_path):
+    log_file = tmp_path / "requests.jsonl"
+    server = start("--api-workers", "3", "--request-log", str(log_file))
+    with server.ready() as client:
+        url = str(client.base_url).rstrip("/")
+    for _ in range(30):
+        assert httpx.post(f"{url}/generate", json=SHORT).status_code == 200
+    server.process.send_signal(signal.SIGTERM)
+    assert server.ended()[0] == 0
+    records = [json.loads(line) for line in log_file.read_text().splitlines()]
+    assert len({record["request_id"] for record in records}) == 30
 
 
 @pytest.mark.e2e
@@ -272,12 +285,6 @@ def test_those_that_drain_are_not_started_again(tmp_path):
         assert watched.restarts == 0
 
     asyncio.run(asyncio.wait_for(main(), 60))
-
-
-def test_each_writes_a_request_log_of_its_own():
-    config = Config(server=ServerConfig(request_log="/var/log/requests.jsonl"))
-    assert own_config(config, 3).server.request_log == "/var/log/requests.3.jsonl"
-    assert own_config(Config(), 3) == Config()
 
 
 @pytest.mark.parametrize("workers", [0, 65, -1])

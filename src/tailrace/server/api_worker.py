@@ -11,8 +11,7 @@ import contextlib
 import os
 import signal
 import sys
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,7 +23,6 @@ from tailrace.server.borrowed_engine import BorrowedEngine
 from tailrace.server.orders import Drain, EngineDown, EngineUp, Family, Order, Serving, Start
 
 if TYPE_CHECKING:
-    from tailrace.config import Config
     from tailrace.server.bridge import Bridge
     from tailrace.server.services import Services
 
@@ -88,7 +86,7 @@ async def _main() -> int:
         lambda: asyncio.StreamReaderProtocol(orders), sys.stdin.buffer
     )
     start = msgspec.json.decode(await orders.readline(), type=Start)
-    config = own_config(start.config, start.index)
+    config = start.config
     serve.configure_logging(config.server.log_level)
     listener = serve.bind(config.server.host, start.port, is_shared=True)
     engine = BorrowedEngine(start.identity)
@@ -106,16 +104,6 @@ async def _main() -> int:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(*tasks, return_exceptions=True)
         pipe.close()
-
-
-def own_config(config: Config, index: int) -> Config:
-    """Return the settings of one front end: each writes a request log of its own."""
-    shared = config.server.request_log
-    if not shared:
-        return config
-    path = Path(shared)
-    own = path.with_name(f"{path.stem}.{index}{path.suffix}")
-    return replace(config, server=replace(config.server, request_log=str(own)))
 
 
 if __name__ == "__main__":
