@@ -169,8 +169,9 @@ def test_a_10_mb_prompt_is_refused_without_being_encoded(app, encoded):
     assert_idle(app)
 
 
-def test_a_prompt_in_chunks_of_a_byte_costs_no_memory_and_holds_nobody_up(app):
-    prompt = WORDS * 20_000  # a megabyte
+@pytest.mark.parametrize("megabytes", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_prompt_in_chunks_of_a_byte_costs_no_memory_and_holds_nobody_up(app, megabytes):
+    prompt = WORDS * (20_000 * megabytes)
     body = completion(prompt, truncate_prompt_tokens=10)
     for _ in range(3):  # whatever it takes to encode it, on whichever thread, has been taken
         app.post("/v1/completions", content=iter([body[:500_000], body[500_000:]]))
