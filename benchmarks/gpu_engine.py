@@ -80,6 +80,7 @@ def make(config: EngineConfig, folder: Path, runner: ThreadPoolExecutor) -> tupl
     load_s = time.monotonic() - begun
     warmup_s = setup.warm_up(config, loaded, runner.submit)
     print(f"load {load_s:.1f} s, warm-up {warmup_s:.1f} s; {loaded.device}", flush=True)
+    print(f"steps cost {loaded.step_time.costs}", flush=True)  # by shape: benchmarks/gpu_steps.py
     return setup.make_engine(config, loaded, runner.submit), {"loaded": loaded}
 
 

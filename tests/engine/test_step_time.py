@@ -97,6 +97,13 @@ def test_whatever_was_measured_no_coefficient_is_negative_and_more_work_takes_no
     assert smaller.seconds(costs) <= larger.seconds(costs)
 
 
+@pytest.mark.parametrize("stalled", range(len(PROBES)))
+def test_one_stalled_measurement_bends_the_fit_little(stalled):
+    samples = measured(GPU, PROBES, noise=0.02)
+    samples[stalled] = (samples[stalled][0], 3 * samples[stalled][1])
+    assert statistics.median(off(fit(samples), GPU, load) for load in UNSEEN) < 0.15
+
+
 def test_a_few_short_prompts_tell_nothing_of_attention():
     """A stall in one of three steps is not taken for attention, which would grow without bound."""
     loads = [decode(1, 45), prompt(0, 16), prompt(0, 32)]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tailrace.config import EngineConfig
+    from tailrace.engine.step_time import StepLoad
     from tailrace.models.causal_lm import CausalLM
 
 log = structlog.get_logger("tailrace.engine")
@@ -275,8 +276,14 @@ _CPU_PROBE_SHARE = 16
 """One part in so many of a CPU's KV pool is written to: its pages cost nothing before they are."""
 
 
-def fit_step_time(config: EngineConfig, loaded: Loaded, submit: Callable[..., Future[Any]]) -> None:
-    """Time a dozen shapes of steps and fit the model of step time to them."""
+def fit_step_time(
+    config: EngineConfig, loaded: Loaded, submit: Callable[..., Future[Any]]
+) -> list[tuple[StepLoad, float]]:
+    """Time a dozen shapes of steps and fit the model of step time to them.
+
+    Returns:
+        What was measured: load and seconds of each shape.
+    """
     blocks = make_blocks(config, loaded.blocks.num_units, prefix_cache=False)
     tokens = blocks.num_units * blocks.unit_tokens
     probes = choose(
@@ -295,6 +302,7 @@ def fit_step_time(config: EngineConfig, loaded: Loaded, submit: Callable[..., Fu
         largest_error=round(max(map(abs, errors)), 3),
         **{name: float(f"{value:.3g}") for name, value in msgspec.structs.asdict(costs).items()},
     )
+    return samples
 
 
 def ready(

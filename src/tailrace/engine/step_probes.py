@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _FEW_TOKENS = 64
 _MANY_TOKENS = 4096
 _LEAST_PROBES = 2
-_QUICK_S = 0.05
+_QUICK_S = 0.1
 """Steps quicker than this are timed twice: a stall of the machine would weigh too much."""
 
 

@@ -33,6 +33,9 @@ _FREE_ROWS = (0, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512)
 _TERMS = 5
 _APART_BY = 1.5
 """What a term depends on must differ by this factor between two measured steps."""
+_STALLED = 0.1
+"""A measured step off by more than this share of it was disturbed rather than noisy."""
+_REWEIGHTED = 4
 _NOISE = 0.1
 """Standard deviation of one step around its prediction, as a share of it."""
 _MOST_SURPRISE = 0.3
@@ -92,8 +95,8 @@ def fit(samples: Sequence[tuple[StepLoad, float]]) -> StepCosts:
     for free_rows in _FREE_ROWS:
         if free_rows == 0 or free_rows < most_rows:
             terms = np.array([load.terms(free_rows) for load, _ in taken])
-            found, residual = _non_negative(terms / seconds[:, None], allowed)
-            fits.append((residual, free_rows, found))
+            found, loss = _robust(terms / seconds[:, None], allowed)
+            fits.append((loss, free_rows, found))
     _, free_rows, found = min(fits, key=lambda fitted: fitted[0])
     return _costs(found, free_rows)
 
@@ -119,8 +122,22 @@ def _told_apart(loads: Sequence[StepLoad]) -> list[int]:
     return [term for term in range(_TERMS) if told[term]]
 
 
-def _non_negative(rows: np.ndarray, allowed: Sequence[int]) -> tuple[np.ndarray, float]:
-    """Solve `rows @ x = 1` in least squares, x >= 0; return x and the squared residual.
+def _robust(rows: np.ndarray, allowed: Sequence[int]) -> tuple[np.ndarray, float]:
+    """Solve `rows @ x = 1` under Huber's loss, x >= 0; return x and the loss.
+
+    A step that was stalled counts by how far it is off, not by the square of it.
+    """
+    weights = np.ones(len(rows))
+    for _ in range(_REWEIGHTED):
+        found = _non_negative(rows * weights[:, None], weights, allowed)
+        off = np.abs(rows @ found - 1.0)
+        weights = np.sqrt(np.minimum(1.0, _STALLED / np.maximum(off, 1e-12)))
+    inside = np.minimum(off, _STALLED)
+    return found, float(np.sum(inside * (2 * off - inside)))
+
+
+def _non_negative(rows: np.ndarray, targets: np.ndarray, allowed: Sequence[int]) -> np.ndarray:
+    """Solve `rows @ x = targets` in least squares, x >= 0.
 
     Only the columns `allowed` may have a part.
 
@@ -128,18 +145,18 @@ def _non_negative(rows: np.ndarray, allowed: Sequence[int]) -> tuple[np.ndarray,
     exact solution. Columns are scaled first: seconds a pair are 1e-9.
     """
     scale = np.maximum(rows.max(axis=0), 1e-300)
-    scaled, ones = rows / scale, np.ones(len(rows))
-    best, best_residual = np.zeros(rows.shape[1]), float(len(rows))
+    scaled = rows / scale
+    best, best_residual = np.zeros(rows.shape[1]), float(targets @ targets)
     for size in range(1, len(allowed) + 1):
         for active in combinations(allowed, size):
             columns = scaled[:, active]
-            found = np.linalg.lstsq(columns, ones, rcond=1e-9)[0]
-            residual = float(np.sum((columns @ found - 1.0) ** 2))
+            found = np.linalg.lstsq(columns, targets, rcond=1e-9)[0]
+            residual = float(np.sum((columns @ found - targets) ** 2))
             # More terms must earn their place: noise is always fitted a little better with more.
             if found.min() >= 0.0 and residual < best_residual * 0.999 - 1e-12:
                 best, best_residual = np.zeros(rows.shape[1]), residual
                 best[list(active)] = found
-    return best / scale, best_residual
+    return np.asarray(best / scale)
 
 
 def _costs(coefficients: np.ndarray, free_rows: int) -> StepCosts:
