@@ -5,6 +5,9 @@ import torch
 
 from tailrace.errors import ConfigError
 from tailrace.kernels.linear.bfloat16 import require_hardware
+from tailrace.kernels.linear.float8 import quantize_blocks, quantize_channels
+from tailrace.kernels.linear.int4 import quantize_groups
+from tailrace.kernels.linear.weight import plain
 from tests.kernels.compare import assert_close
 
 
@@ -82,6 +85,36 @@ def test_a_row_alone_gives_the_bits_it_gives_beside_another(kernels, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_no_rows_are_no_error(kernels, dtype):
     assert kernels.pack_linear(torch.randn(6, 8), None, dtype)(torch.zeros(0, 8)).shape == (0, 6)
+
+
+QUANTISED = {
+    "int4": lambda weight: quantize_groups(weight, 32),
+    "float8-channel": quantize_channels,
+    "float8-block": quantize_blocks,
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("form", QUANTISED)
+def test_a_cpu_serves_the_values_of_a_quantised_weight(kernels, form, dtype):
+    weight = QUANTISED[form](torch.randn(40, 96) * 0.1)
+    bias, x = torch.randn(40), torch.randn(3, 96)
+    expected = kernels.pack_linear(plain(weight), bias, dtype)
+    packed = kernels.pack_linear(weight, bias, dtype)
+    assert torch.equal(packed(x), expected(x))
+    assert (packed.name, packed.nbytes) == (expected.name, expected.nbytes)
+
+
+@pytest.mark.parametrize("form", QUANTISED)
+def test_on_a_gpu_the_reference_of_accuracy_checks_is_unpacked(interpreter, form):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from tailrace.kernels.triton_kernels import UnpackedTritonKernels  # noqa: PLC0415
+
+    unpacked = UnpackedTritonKernels(torch.device("cpu"), "float32")
+    weight, x = QUANTISED[form](torch.randn(40, 96) * 0.1), torch.randn(3, 96)
+    linear = unpacked.pack_linear(weight, None, "float32")
+    assert linear.name == "cuBLAS float32"
+    assert_close("y", linear(x), x.double() @ plain(weight).double().t())
 
 
 @needs_bfloat16

@@ -108,6 +108,16 @@ def test_scales_that_float16_does_not_hold_are_named(tmp_path):
         export_awq(folder, tmp_path / "awq")
 
 
+def test_a_head_in_4_bits_is_refused(tmp_path):
+    form = packed(32, symmetric=True, ignore=[])
+    source = make_tiny_checkpoint(tmp_path / "source", "qwen2", num_hidden_layers=1)
+    folder = write_quantized(
+        source, tmp_path / "packed", form, layers=".weight", plain=("model.embed_tokens",)
+    )
+    with pytest.raises(ModelError, match=r"lm_head\.weight_packed: AutoAWQ's layout"):
+        export_awq(folder, tmp_path / "awq")
+
+
 @pytest.mark.parametrize("form", [None, compressed_float8("channel")], ids=["plain", "fp8"])
 def test_what_is_not_packed_in_4_bits_is_refused(tmp_path, form):
     source = make_tiny_checkpoint(tmp_path / "source", num_hidden_layers=1)

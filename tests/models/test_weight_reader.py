@@ -74,6 +74,15 @@ def test_a_model_computes_as_its_plain_twin(tmp_path, name, family):
     assert not torch.equal(logits(tmp_path / "source"), expected)
 
 
+@pytest.mark.parametrize("form", [awq(128), packed(128, symmetric=False), float8(blocks=True)])
+def test_groups_and_blocks_of_128_in_layers_that_hold_several(tmp_path, form):
+    """q, k and v of 256, 128 and 128 rows: their blocks stay blocks in the fused layer."""
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
+    source = make_tiny_checkpoint(tmp_path / "source", "qwen2", num_hidden_layers=1, **sizes)
+    folder = write_quantized(source, tmp_path / "quantized", form)
+    assert torch.equal(logits(folder), logits(plain_beside(folder)))
+
+
 def test_layers_that_are_left_plain_are_read_so(tmp_path):
     up = "model.layers.0.mlp.up_proj"
     form = awq(32, modules_to_not_convert=["mlp.down_proj", "up_proj"])

@@ -48,6 +48,12 @@ def export_awq(folder: Path, out: Path) -> None:
     packed = {name.removesuffix(_PACKED) for name in checkpoint.names if name.endswith(_PACKED)}
     if not packed:
         raise ModelError(f"{folder}: no tensor ends in {_PACKED}; there is nothing to repack")
+    others = sorted(name for name in packed if not name.endswith("_proj"))
+    if others:
+        raise ModelError(
+            f"{checkpoint.place(others[0] + _PACKED)}: AutoAWQ's layout leaves everything but "
+            "projections as it is"
+        )
     out.mkdir(parents=True, exist_ok=True)
     homes: dict[str, str] = {}
     for shard, names in checkpoint.shards.items():
