@@ -6,7 +6,15 @@ import torch
 
 from tailrace import cli
 from tailrace.config import EngineConfig
-from tailrace.engine.accuracy import CPU, WINDOW_TOKENS, Bound, check_accuracy, compare, cut_windows
+from tailrace.engine.accuracy import (
+    CPU,
+    WINDOW_TOKENS,
+    Bound,
+    Device,
+    check_accuracy,
+    compare,
+    cut_windows,
+)
 from tailrace.errors import ConfigError
 from tailrace.kernels.select import select
 from tailrace.models.loader import load_model
@@ -84,6 +92,32 @@ def test_rounding_is_seen_and_held_to_its_bound(source):
     assert not found.keeps(Bound(divergence=found.divergence / 2))
     assert not found.keeps(Bound(agreement=1.1, divergence=1.0))
     assert "rounded here" in found.served
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_gpus_kernels_are_compared_over_their_own_caches(tmp_path):
+    """In the interpreter: the indices, the token-major caches and the unpacked reference."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from tailrace.engine.cuda_runner import allocate_kv  # noqa: PLC0415
+    from tailrace.kernels.triton_kernels import UnpackedTritonKernels  # noqa: PLC0415
+
+    source = make_tiny_checkpoint(tmp_path / "source", num_hidden_layers=1)
+    folder = write_quantized(source, tmp_path / "q", awq(32))
+    cpu = torch.device("cpu")
+
+    def allocate(model, blocks, block_tokens):
+        return allocate_kv(model, blocks, block_tokens, torch.float32, cpu)
+
+    window = list(TEXT.encode()[:140])
+    on_gpu = [
+        load_model(path, dtype="float32", kernels=UnpackedTritonKernels(cpu, "float32"))
+        for path in (folder, source)
+    ]
+    found = compare(*on_gpu, [window], Device(cpu, allocate, torch.int32))
+    expected = compare(load(folder), load(source), [window], CPU)
+    assert found.agreement == expected.agreement
+    assert found.divergence == pytest.approx(expected.divergence, rel=1e-3)
 
 
 @pytest.mark.parametrize(

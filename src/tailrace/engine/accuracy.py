@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from tailrace.engine.runner import allocate_kv
@@ -62,9 +61,11 @@ class Device:
     device: torch.device
     allocate_kv: Callable[[CausalLM, int, int], list[KVCache]]
     """Takes the model, a number of blocks and the tokens of one."""
+    index: torch.dtype
+    """Of rows' positions and slots, as the kernels there take them."""
 
 
-CPU = Device(torch.device("cpu"), allocate_kv)
+CPU = Device(torch.device("cpu"), allocate_kv, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ def compare(
     divergences: list[Tensor] = []
     surprises: list[Tensor] = []
     readers = [
-        _Reader(model, device.allocate_kv(model, _BLOCKS, _BLOCK_TOKENS), device.device)
+        _Reader(model, device.allocate_kv(model, _BLOCKS, _BLOCK_TOKENS), device)
         for model in (served, reference)
     ]
     for window in windows:
@@ -229,33 +230,30 @@ class _Reader:
 
     model: CausalLM
     caches: list[KVCache]
-    device: torch.device
+    device: Device
 
     @torch.inference_mode()
     def read(self, token_ids: list[int]) -> Iterator[Tensor]:
         """Yield natural-log probabilities, float64 [rows, V], of one chunk after the other."""
         for start in range(0, len(token_ids), _CHUNK_TOKENS):
             chunk = token_ids[start : start + _CHUNK_TOKENS]
-            ids = torch.tensor(chunk, device=self.device)
+            ids = torch.tensor(chunk, device=self.device.device)
             hidden = self.model.forward(ids, self._batch(start, len(chunk)), self.caches)
             yield self.model.logits(hidden).double().log_softmax(-1)
 
     def _batch(self, start: int, rows: int) -> AttentionBatch:
         end = start + rows
-        places = np.arange(start, end)
+        places = torch.arange(start, end, dtype=self.device.index, device=self.device.device)
 
-        # The CPU's kernels index with 64 bits, the GPU's with 32.
-        wide = np.int64 if self.device.type == "cpu" else np.int32
-
-        def here(values: list[int] | np.ndarray, dtype: type = np.int32) -> Tensor:
-            return torch.from_numpy(np.asarray(values, dtype=dtype)).to(self.device)
+        def here(values: list[int] | range) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=self.device.device)
 
         return AttentionBatch(
             query_starts=here([0, rows]),
             kv_lens=here([end]),
-            block_tables=here(np.arange(_BLOCKS)[None]),
-            positions=here(places, wide),
-            slots=here(places, wide),
+            block_tables=here(range(_BLOCKS)).unsqueeze(0),
+            positions=places,
+            slots=places,
             max_query_len=rows,
             max_kv_len=end,
         )
@@ -300,4 +298,4 @@ def _load_on_gpu(
     def allocate(model: CausalLM, blocks: int, block_tokens: int) -> list[KVCache]:
         return cuda_runner.allocate_kv(model, blocks, block_tokens, kernels.dtype, device)
 
-    return Device(device, allocate), served, reference
+    return Device(device, allocate, torch.int32), served, reference
