@@ -12,7 +12,9 @@ from tailrace.clock import VirtualClock
 from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.engine import Engine
 from tailrace.engine.late_binding import LateBinding
+from tailrace.engine.pace import Pace
 from tailrace.engine.scheduler import Scheduler
+from tailrace.engine.step_time import StepTimeModel
 from tailrace.errors import DeviceMemoryError
 from tailrace.types import EngineRequest, ReserveKv, SamplingParams, StepCosts, TokenOutput
 from tests.support.fake_runner import VOCAB, FakeRunner, expected_output
@@ -64,14 +66,23 @@ def make_bench(
     clock=None,
     late=False,
     predicted_s=None,
+    target_s=None,
 ) -> Bench:
-    """Make an engine; a surprised one has only ever seen answers of one token."""
+    """Make an engine; a surprised one has only ever seen answers of one token.
+
+    With a target, its steps are predicted to take 1 ms, and 0.1 ms more a token and decode.
+    """
     blocks = BlockManager(
         num_blocks, block_size, prefix_cache=prefix_cache, mixed_sizes=mixed_sizes
     )
     runner = FakeRunner(block_size, **({"fail_when": fail_when} if fail_when else {}))
     runner.failure = failure
-    scheduler = Scheduler(blocks, max_batch_size=slots, token_budget=budget)
+    step_time = StepTimeModel()
+    pace = None
+    if target_s is not None:
+        step_time.start(StepCosts(1e-3, 1e-4, 0, 1e-6, 1e-4, 1e-6), np.ones(5))
+        pace = Pace(step_time, target_s, max(1, budget // 8), runner.whole_prompts)
+    scheduler = Scheduler(blocks, max_batch_size=slots, token_budget=budget, pace=pace)
     for _ in range(20 * surprised):
         scheduler.answers.observe(1)
     engine = Engine(
@@ -82,6 +93,7 @@ def make_bench(
         context_length=min(CONTEXT, num_blocks * block_size),
         vocab_size=VOCAB,
         eos_token_ids=eos,
+        step_time=step_time,
         late_binding=LateBinding() if late else None,
     )
     if predicted_s is not None:
@@ -122,9 +134,10 @@ prompts = st.builds(
     mixed_sizes=st.booleans(),
     surprised=st.booleans(),
     abort_at=st.dictionaries(st.integers(0, 11), st.integers(0, 30), max_size=3),
+    target_s=st.sampled_from([None, 0.0, 0.002]),
 )
 def test_output_is_the_models_whatever_is_batched_chunked_cached_preempted_or_aborted(
-    jobs, num_blocks, budget, slots, prefix_cache, mixed_sizes, surprised, abort_at
+    jobs, num_blocks, budget, slots, prefix_cache, mixed_sizes, surprised, abort_at, target_s
 ):
     eos = frozenset({7})
     bench = make_bench(
@@ -135,6 +148,7 @@ def test_output_is_the_models_whatever_is_batched_chunked_cached_preempted_or_ab
         mixed_sizes=mixed_sizes,
         surprised=surprised,
         eos=eos,
+        target_s=target_s,
     )
     arrivals = sorted(range(len(jobs)), key=lambda i: jobs[i][3])
     for step in range(3000):

@@ -273,3 +273,29 @@ def test_rows_that_pad_the_decodes_are_taken_from_the_prompts_budget():
     step = chosen.schedule()
     assert spans(step) == [("s0", 4, 5), ("s1", 0, 12)]
     assert step.num_tokens + step.padding == 16
+
+
+def test_lack_of_memory_halves_the_budget_and_time_brings_it_back():
+    chosen = scheduler(budget=64, slots=32, blocks=4096)
+    assert [chosen.cut_budget() for _ in range(5)] == [32, 16, 8, 8, 8]
+    for index in range(20):
+        chosen.add(sequence(index, 600, output=300))
+    sizes = [step.num_tokens for step in run(chosen, 300)]
+    assert max(sizes[:63]) == 8
+    assert max(sizes[:127]) == 16
+    assert max(sizes) > 32
+
+
+def test_a_rewound_sequence_is_told_to_the_runner_again_with_its_next_step():
+    chosen = scheduler(budget=16)
+    one = sequence(0, 40)
+    chosen.add(one)
+    first = chosen.schedule()
+    assert first.admitted == [one]
+    for chunk in first.chunks:
+        chosen.retire(chunk)
+    chosen.rewind(one, 0)
+    second = chosen.schedule()
+    assert second.admitted == [one]
+    assert spans(second) == spans(first)
+    assert not chosen.schedule().admitted

@@ -617,15 +617,17 @@ class Engine:
         memory: who brought some gets a second try and no third; where nobody did, all count.
         """
         step, outputs = in_flight.step, []
-        self._counters.memory_failures += 1
-        budget = self.scheduler.cut_budget()
-        log.warning(
-            "step_without_memory",
-            error=str(error),
-            tokens=step.num_tokens,
-            requests=len(step.chunks),
-            token_budget_now=budget,
-        )
+        if isinstance(error, DeviceMemoryError):
+            self._counters.memory_failures += 1
+            log.warning(
+                "step_without_memory",
+                error=str(error),
+                tokens=step.num_tokens,
+                requests=len(step.chunks),
+                token_budget_now=self.scheduler.cut_budget(),
+            )
+        else:
+            log.warning("step_after_one_without_memory_failed", exc_info=error)
         for chunk in step.chunks:
             self.scheduler.retire(chunk)
         following, self._in_flight = self._in_flight, None
@@ -644,6 +646,8 @@ class Engine:
         sequence = chunk.sequence
         if sequence.status is Status.FINISHED:
             return None
+        if not sequence.num_output:  # what came of its prompt's scores; none has been sent
+            sequence.prompt_scored = max(0, len(sequence.prompt_logprobs) - 1)
         if sequence.status is not Status.RUNNING:  # preempted since, or computed early
             self.scheduler.early.drop(sequence, forget=True)
             sequence.spent.is_behind |= sequence.recover_to > 0
@@ -651,8 +655,6 @@ class Engine:
         if counts and sequence.memory_failures:
             return self._finish(sequence, "error", self._clock(), error=_NO_MEMORY, may_retry=True)
         sequence.memory_failures += counts
-        if not sequence.num_output:  # what came of its prompt's scores; none has been sent
-            sequence.prompt_scored = max(0, len(sequence.prompt_logprobs) - 1)
         self.scheduler.rewind(sequence, chunk.start)
         return None
 

@@ -337,7 +337,8 @@ class Scheduler:
         """Return how many prompt tokens the step has time for beside the decodes it now holds."""
         if self._pace is None or not step.decodes:
             return None
-        return self._pace.limit(step.padded_load, self._prompts_ahead(), self._left(step))
+        most = max(0, self._left(step))
+        return self._pace.limit(step.padded_load, self._prompts_ahead(), most)
 
     def _prompts_ahead(self) -> Iterator[tuple[int, int]]:
         """Yield who is to be computed next, in order: tokens computed before, and left."""
