@@ -1,0 +1,628 @@
+"""Linear layers by format and rows on one GPU: bfloat16, FP8 and 4 bits beside floor and ceiling.
+
+    python benchmarks/gpu_gemm.py [--out DIR] [--sweep] [--only-check]
+    python benchmarks/gpu_gemm.py --device cpu          (in Triton's interpreter: does it run?)
+
+Every way is compared with the product in float64 first, on odd sizes and with NaN in the memory
+around its rows and in its results; one that differs ends the run. Then the four layers of
+Qwen2.5-7B are timed for 1 to 8192 rows, in CUDA graphs that go through enough copies of a small
+weight that none comes from the L2 cache. The ways:
+
+    cublas         bfloat16 by torch
+    bf16           as served: Triton for few rows, else cuBLAS
+    fp8 rows       as served, a scale an output: few rows by widened weights, many in FP8
+    fp8 mm         of that, the product alone: rows come in FP8
+    fp8 blocks     as served, a scale a block of 128 x 128, by our own kernel
+    fp8 torch      blocks by torch.nn.functional.scaled_mm, the product alone, where it takes them
+    int4           as served, groups of 128: by the codes, or written out and multiplied by cuBLAS
+
+The floor of a way is what is larger: its bytes over the copy rate that is measured first, or its
+arithmetic at 663 (bfloat16) or 1268 TFLOP/s (FP8), the best that this model's shapes reached on an
+H200 (docs/performance.md). --sweep times tiles and splits of the kernels of few rows instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from tailrace.kernels.linear.float8 import Float8Weight
+    from tailrace.kernels.linear.float8_rows import Float8Rows
+
+CEILINGS = {"bf16": 663e12, "fp8": 1268e12}
+LAYERS = {
+    "qkv": (4608, 3584, True),
+    "o": (3584, 3584, False),
+    "gate_up": (37888, 3584, False),
+    "down": (3584, 18944, False),
+}
+"""Outputs, inputs, and whether there is a bias."""
+TINY_LAYERS = {"qkv": (48, 128, True), "down": (128, 256, False)}
+DEPTH = 28
+ROWS = (1, 8, 16, 32, 64, 100, 128, 256, 512, 1024, 2048, 4096, 8192)
+TINY_ROWS = (1, 7, 70, 130)
+ODD = ((1, 128, 48), (7, 256, 112), (33, 640, 208), (100, 384, 144), (131, 512, 272))
+"""Rows, inputs, outputs of the comparison."""
+WAYS = ("cublas", "bf16", "fp8 rows", "fp8 mm", "fp8 blocks", "fp8 torch", "int4")
+FEW = ("bf16", "fp8 rows", "fp8 blocks", "int4")
+"""Ways with kernels of few rows, which are compiled before anything is timed."""
+COLD_BYTES = 200e6
+"""Copies of a weight take as much: four times an H200's L2."""
+
+
+@dataclass
+class Setting:
+    """Where and what is run."""
+
+    device: str
+    dtype: torch.dtype
+    layers: dict[str, tuple[int, int, bool]]
+    rows: tuple[int, ...]
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device == "cuda"
+
+
+def setting_of(device: str) -> Setting:
+    import torch
+
+    if device == "cpu":
+        return Setting(device, torch.float16, TINY_LAYERS, TINY_ROWS)
+    return Setting(device, torch.bfloat16, LAYERS, ROWS)
+
+
+@dataclass
+class Made:
+    """One layer in one way: copies of it, and what one product moves and computes."""
+
+    products: list[Callable[[torch.Tensor], torch.Tensor]]
+    weight: torch.Tensor
+    """What it stands for, float32; empty where nothing is to be compared."""
+    weight_bytes: int
+    arithmetic: str
+    """Whose ceiling: "bf16" or "fp8"."""
+
+
+def make(
+    way: str, setting: Setting, weight: torch.Tensor, bias: torch.Tensor | None, copies: int
+) -> Made:
+    """Pack one weight, float32 [N, K] on the device, as many times as asked."""
+    if way in ("cublas", "bf16"):
+        return _make_plain(way, setting, weight, bias, copies)
+    if way == "int4":
+        return _make_int4(setting, weight, bias, copies)
+    return _make_float8(way, setting, weight, bias, copies)
+
+
+def _workspace(setting: Setting):  # noqa: ANN202
+    import torch
+
+    from tailrace.kernels.linear.workspace import Workspace
+
+    return Workspace(torch.device(setting.device), setting.dtype)
+
+
+def _make_plain(
+    way: str, setting: Setting, weight: torch.Tensor, bias: torch.Tensor | None, copies: int
+) -> Made:
+    import torch
+
+    from tailrace.kernels.linear.cublas import CublasLinear
+    from tailrace.kernels.linear.triton_skinny import SkinnyLinear, SkinnyScratch
+
+    device = torch.device(setting.device)
+    layers = [CublasLinear(weight, bias, setting.dtype, device) for _ in range(copies)]
+    products: list[Callable[[torch.Tensor], torch.Tensor]] = list(layers)
+    if way == "bf16":
+        scratch = SkinnyScratch.allocate(device)
+        products = [SkinnyLinear(layer, scratch) for layer in layers]
+    return Made(products, weight.to(setting.dtype).float(), layers[0].nbytes, "bf16")
+
+
+def _make_int4(
+    setting: Setting, weight: torch.Tensor, bias: torch.Tensor | None, copies: int
+) -> Made:
+    from tailrace.kernels.linear.int4 import quantize_groups
+    from tailrace.kernels.linear.int4_linear import Int4Linear
+
+    held = quantize_groups(weight, 128)
+    workspace = _workspace(setting)
+    layers = [Int4Linear(held, bias, workspace) for _ in range(copies)]
+    return Made(list(layers), held.dequantize(), layers[0].nbytes, "bf16")
+
+
+def _make_float8(
+    way: str, setting: Setting, weight: torch.Tensor, bias: torch.Tensor | None, copies: int
+) -> Made:
+    from tailrace.kernels.linear.float8 import Float8Weight, quantize_blocks, quantize_channels
+    from tailrace.kernels.linear.float8_linear import Float8Linear
+
+    by_rows = way in ("fp8 rows", "fp8 mm")
+    held = (quantize_channels if by_rows else quantize_blocks)(weight)
+    workspace = _workspace(setting)
+    kept = [Float8Weight(held.values.clone(), held.scales, held.scheme) for _ in range(copies)]
+    layers = [Float8Linear(one, bias, workspace) for one in kept]
+    products: list[Callable[[torch.Tensor], torch.Tensor]] = list(layers)
+    if way == "fp8 torch":
+        products = [_torch_blocks(one, bias) for one in kept]
+    if way in ("fp8 mm", "fp8 torch"):
+        # Rounded once, outside what is timed; the rows are kept, so that no others pass for them.
+        kept_rows: list[tuple[torch.Tensor, Float8Rows]] = []
+
+        def alone(product: Callable) -> Callable:
+            from tailrace.kernels.linear.triton_float8_rows import quantize_rows
+
+            def run(x: torch.Tensor) -> torch.Tensor:
+                if not kept_rows or kept_rows[0][0] is not x:
+                    kept_rows[:] = [(x, quantize_rows(x, 0 if by_rows else 128))]
+                return product(kept_rows[0][1])
+
+            return run
+
+        products = [alone(product) for product in products]
+    return Made(products, held.dequantize(), layers[0].nbytes, "fp8")
+
+
+def _torch_blocks(held: Float8Weight, bias: torch.Tensor | None) -> Callable:
+    """Return torch's product by 1 x 128 and 128 x 128 blocks; cuBLAS has its own order of scales.
+
+    Those of the weight are [blocks of K, rounded up to 4; blocks of N], the blocks of K together;
+    those of the rows are [T, blocks of K], the rows together, and rows come in fours.
+    """
+    import torch
+    from torch.nn import functional
+
+    steps = held.scales.shape[1]
+    padded = functional.pad(held.scales, (0, -steps % 4))
+    kinds = functional.ScalingType
+
+    def run(x: Float8Rows) -> torch.Tensor:
+        rows = x.values.shape[0]
+        values = functional.pad(x.values.view(torch.uint8), (0, 0, 0, -rows % 4))
+        scales = functional.pad(x.scales, (0, 0, 0, -rows % 4)).t().contiguous().t()
+        y = functional.scaled_mm(
+            values.view(x.values.dtype), held.values.t(), scales, kinds.BlockWise1x128,
+            padded.t(), kinds.BlockWise128x128, output_dtype=torch.bfloat16,
+        )[:rows]  # fmt: skip
+        return y if bias is None else y + bias
+
+    return run
+
+
+def takes(way: str, rows: int, setting: Setting) -> bool:
+    """Tell whether a way has something of its own to say about so many rows."""
+    from tailrace.kernels.linear.triton_float8 import MOST_ROWS
+
+    if way == "fp8 torch":
+        return setting.is_gpu and rows > MOST_ROWS
+    return way != "fp8 mm" or rows > MOST_ROWS
+
+
+# Comparison
+
+
+def check(setting: Setting) -> list[str]:
+    """Return what differs; a way that torch does not take here is told, and left out."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)  # fresh memory is NaN while this is on
+    wrong: list[str] = []
+    refused: set[str] = set()
+    for way, sizes, has_bias in itertools.product(WAYS, ODD, (False, True)):
+        if not takes(way, sizes[0], setting) or way in refused:
+            continue
+        error = _difference(way, setting, sizes, has_bias=has_bias)
+        if isinstance(error, str):
+            refused.add(way)
+            print(f"{way}: torch refuses it here: {error}", flush=True)
+        elif not error < BOUNDS[way]:
+            wrong.append(f"{way} {sizes} bias {has_bias}: {error:.4f}")
+    torch.use_deterministic_algorithms(False)
+    REFUSED.update(refused)
+    return wrong
+
+
+REFUSED: set[str] = set()
+ROUNDING = dict.fromkeys(("fp8 rows", "fp8 mm", "fp8 blocks", "fp8 torch"), 0.04)
+"""Ways whose many rows are rounded to 3 bits of mantissa: 1/16 at most, 0.026 on average."""
+BOUNDS = dict.fromkeys(WAYS, 0.006) | ROUNDING
+
+
+def _difference(
+    way: str, setting: Setting, sizes: tuple[int, int, int], *, has_bias: bool
+) -> float | str:
+    """Return |y - truth| / |truth| over the whole result, or why torch does not compute it."""
+    import torch
+
+    from tailrace.kernels.linear.triton_float8 import MOST_ROWS
+
+    rows, inputs, outputs = sizes
+    weight = torch.randn(outputs, inputs, device=setting.device) * inputs**-0.5
+    bias = torch.randn(outputs, device=setting.device).to(setting.dtype) if has_bias else None
+    whole = torch.full((rows + 40, inputs), float("nan"), device=setting.device)
+    whole[:rows] = torch.randn(rows, inputs, device=setting.device)
+    x = whole.to(setting.dtype)[:rows]
+    try:
+        made = make(way, setting, weight, bias, 1)
+        y = made.products[0](x).double()
+    except (RuntimeError, ValueError, AttributeError) as error:
+        if way != "fp8 torch":
+            raise
+        return str(error).splitlines()[0][:300]
+    truth = x.double() @ made.weight.double().t()
+    if bias is not None:
+        truth += bias.double()
+    error = float((y - truth).norm() / truth.norm())
+    # A way of few rows rounds no activation, whatever the format of its weight.
+    is_tight = way.startswith("fp8") and rows <= MOST_ROWS
+    return error * (BOUNDS[way] / BOUNDS["cublas"]) if is_tight else error
+
+
+# Times
+
+
+def copy_rate(setting: Setting) -> float:
+    """Return bytes a second of a copy, read and write counted."""
+    import torch
+
+    if not setting.is_gpu:
+        return 1e10
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _graph_s(lambda: target.copy_(source), 10)
+
+
+def _graph_s(work: Callable[[], object], repeats: int) -> float:
+    """Return the median seconds of one replay of what `work` queues."""
+    import torch
+
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    times = []
+    for _ in range(repeats + 2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times[2:])
+
+
+def product_s(setting: Setting, made: Made, rows: int, inputs: int) -> float:
+    """Return the seconds of one product, over all copies in turn."""
+    import torch
+
+    x = torch.randn(rows, inputs, device=setting.device).to(setting.dtype)
+    products = made.products if rows <= 512 else made.products[:1]
+
+    def all_copies() -> None:
+        for product in products:
+            product(x)
+
+    if setting.is_gpu:
+        repeats = 15 if rows <= 512 else 5
+        return _graph_s(all_copies, repeats) / len(products)
+    begun = time.perf_counter()
+    all_copies()
+    return (time.perf_counter() - begun) / len(products)
+
+
+def floor_s(made: Made, rows: int, outputs: int, inputs: int, rate: float) -> float:
+    moved = made.weight_bytes + 2 * rows * (inputs + outputs)
+    return max(moved / rate, 2 * rows * outputs * inputs / CEILINGS[made.arithmetic])
+
+
+def measure(setting: Setting, rate: float) -> list[dict]:
+    import torch
+
+    found = []
+    for name, (outputs, inputs, has_bias) in setting.layers.items():
+        weight = torch.randn(outputs, inputs, device=setting.device) * inputs**-0.5
+        bias = torch.randn(outputs, device=setting.device).to(setting.dtype) if has_bias else None
+        for way in WAYS:
+            if way in REFUSED:
+                continue
+            half_bytes = {"int4": 0.53, "cublas": 2, "bf16": 2}.get(way, 1) * outputs * inputs
+            copies = min(40, -int(-COLD_BYTES // half_bytes)) if setting.is_gpu else 1
+            made = make(way, setting, weight, bias, copies)
+            made.weight = weight[:0]
+            for rows in setting.rows:
+                if not takes(way, rows, setting):
+                    continue
+                seconds = product_s(setting, made, rows, inputs)
+                floor = floor_s(made, rows, outputs, inputs, rate)
+                found.append(
+                    {
+                        "layer": name, "way": way, "rows": rows, "us": 1e6 * seconds,
+                        "floor_us": 1e6 * floor, "weight_bytes": made.weight_bytes,
+                        "tflops": 2e-12 * rows * outputs * inputs / seconds,
+                    }
+                )  # fmt: skip
+            del made
+        print(f"{name} measured", flush=True)
+    return found
+
+
+def compile_way(way: str, device: str, has_bias: bool) -> None:
+    """Fill Triton's cache on disk with a way's kernels of few rows; in a process of its own."""
+    import torch
+
+    setting = setting_of(device)
+    # As large as decides alignment and splits: one that splits its inputs, one that does not.
+    for outputs, inputs in ((512, 1024), (40960, 256)):
+        weight = torch.zeros(outputs, inputs, device=device)
+        bias = torch.zeros(outputs, device=device) if has_bias else None
+        made = make(way, setting, weight, bias, 1)
+        for rows in (1, 17, 33, 65, 129):
+            made.products[0](torch.zeros(rows, inputs, dtype=setting.dtype, device=device))
+    torch.cuda.synchronize()
+
+
+def compile_all(setting: Setting) -> None:
+    if not setting.is_gpu:
+        return
+    begun = time.monotonic()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(FEW) * 2, mp_context=context) as pool:
+        jobs = [
+            pool.submit(compile_way, way, setting.device, has_bias)
+            for way in FEW
+            for has_bias in (False, True)
+        ]
+        for job in jobs:
+            job.result()
+    print(f"kernels compiled in {time.monotonic() - begun:.0f} s", flush=True)
+
+
+# Sweep
+
+
+def sweep_shapes() -> list[tuple[str, int, object, int]]:
+    """Return (way, rows of the tile, shape, splits) to time."""
+    from tailrace.kernels.linear.triton_float8 import SkinnyFloat8Shape
+    from tailrace.kernels.linear.triton_int4 import Int4Shape
+
+    sizes = [
+        (block_n, warps, stages)
+        for block_n, warps, stages in itertools.product((64, 128), (4, 8), (3, 4, 5))
+        if (block_n, warps) != (64, 8)
+    ]
+    found: list[tuple[str, int, object, int]] = [
+        ("int4", rows, Int4Shape(*size), splits)
+        for rows, size, splits in itertools.product((16, 32, 64, 128), sizes, (1, 2, 4, 8))
+    ]
+    found += [
+        ("fp8 rows", rows, SkinnyFloat8Shape(*size), 0)
+        for rows, size in itertools.product((16, 32, 64), sizes)
+    ]
+    return found
+
+
+def sweep(setting: Setting, rate: float) -> list[dict]:
+    """Time tiles and splits of the kernels of few rows, layer by layer."""
+    import torch
+
+    found = []
+    for name, (outputs, inputs, _) in setting.layers.items():
+        weight = torch.randn(outputs, inputs, device=setting.device) * inputs**-0.5
+        for way in ("int4", "fp8 rows"):
+            candidates = [entry for entry in sweep_shapes() if entry[0] == way]
+            if not setting.is_gpu:
+                candidates = candidates[:2]
+            makers = {splits: _swept(way, setting, weight, splits) for *_, splits in candidates}
+            for _, rows, shape, splits in candidates:
+                run, made = makers[splits]
+                x = torch.randn(rows, inputs, device=setting.device).to(setting.dtype)
+                entry = {"layer": name, "way": way, "rows": rows, "shape": vars(shape)}
+                entry["splits"] = splits
+                try:
+                    entry["us"] = 1e6 * run(x, shape)
+                except Exception as error:  # noqa: BLE001 - a shape may exceed the GPU's means
+                    entry["error"] = str(error).splitlines()[0][:200]
+                entry["floor_us"] = 1e6 * floor_s(made, rows, outputs, inputs, rate)
+                found.append(entry)
+        print_sweep(name, [entry for entry in found if entry["layer"] == name])
+    return found
+
+
+def _swept(way: str, setting: Setting, weight: torch.Tensor, splits: int) -> tuple[Callable, Made]:
+    """Return what times one shape over copies of the weight, and what one of them moves."""
+    from tailrace.kernels.linear.float8 import quantize_channels
+    from tailrace.kernels.linear.int4 import quantize_groups
+    from tailrace.kernels.linear.packed_int4 import PackedInt4
+    from tailrace.kernels.linear.triton_float8 import float8_skinny
+    from tailrace.kernels.linear.triton_int4 import int4_linear
+
+    workspace = _workspace(setting)
+    outputs = weight.shape[0]
+    workspace.reserve(outputs=outputs, splits=8, rows=128)
+    if way == "int4":
+        first = PackedInt4.of(quantize_groups(weight, 128), setting.device, splits)
+        count = min(40, -int(-COLD_BYTES // first.nbytes)) if setting.is_gpu else 1
+        kept = [replace(first, codes=first.codes.clone()) for _ in range(count)]
+        kernel = int4_linear
+    else:
+        first = quantize_channels(weight)
+        count = min(40, -int(-COLD_BYTES // first.nbytes)) if setting.is_gpu else 1
+        kept = [replace(first, values=first.values.clone()) for _ in range(count)]
+        kernel = float8_skinny
+
+    def run(x: torch.Tensor, shape: object) -> float:
+        def all_copies() -> None:
+            for one in kept:
+                kernel(x, one, None, scratch=workspace.scratch, shape=shape)
+
+        if setting.is_gpu:
+            return _graph_s(all_copies, 7) / len(kept)
+        begun = time.perf_counter()
+        all_copies()
+        return (time.perf_counter() - begun) / len(kept)
+
+    return run, Made([], weight[:0], first.nbytes, "bf16")
+
+
+def compile_shapes(part: list[tuple[str, int, object, int]]) -> None:
+    """Fill Triton's cache on disk; in a process of its own."""
+    import torch
+
+    setting = setting_of("cuda")
+    weight = torch.zeros(4096, 4096, device="cuda")
+    makers = {(way, splits): _swept(way, setting, weight, splits) for way, _, _, splits in part}
+    for way, rows, shape, splits in part:
+        x = torch.zeros(rows, 4096, dtype=setting.dtype, device="cuda")
+        try:
+            makers[way, splits][0](x, shape)
+        except Exception as error:  # noqa: BLE001 - told where it is timed
+            print(way, rows, shape, str(error).splitlines()[0][:100], flush=True)
+
+
+def compile_sweep(setting: Setting) -> None:
+    if not setting.is_gpu:
+        return
+    shapes = [entry for entry in sweep_shapes() if entry[3] in (0, 1, 4)]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(8, mp_context=context) as pool:
+        list(pool.map(compile_shapes, [shapes[index::8] for index in range(8)]))
+
+
+# Printing
+
+
+def print_sweep(name: str, found: list[dict]) -> None:
+    for way in ("int4", "fp8 rows"):
+        for rows in sorted({entry["rows"] for entry in found if entry["way"] == way}):
+            timed = [e for e in found if e["way"] == way and e["rows"] == rows and "us" in e]
+            best = sorted(timed, key=lambda entry: entry["us"])[:3]
+            shown = "; ".join(
+                f"{e['us']:.1f} us by {'/'.join(map(str, e['shape'].values()))} x {e['splits']}"
+                for e in best
+            )
+            if best:
+                print(f"{name} {way} {rows} rows, floor {best[0]['floor_us']:.1f} us: {shown}")
+
+
+def print_layers(found: list[dict], rows: int) -> None:
+    """Print every layer at one number of rows, each way beside its floor."""
+    print(f"\n{rows} rows, microseconds (times the floor):")
+    for name in dict.fromkeys(entry["layer"] for entry in found):
+        here = [e for e in found if e["layer"] == name and e["rows"] == rows]
+        cells = [f"{e['way']} {e['us']:.1f} ({e['us'] / e['floor_us']:.2f})" for e in here]
+        print(f"  {name:<8} " + ", ".join(cells))
+
+
+def print_table(found: list[dict], setting: Setting) -> None:
+    """Print all layers of the model by rows: one product each, DEPTH times, in milliseconds."""
+    ways = [way for way in WAYS if any(entry["way"] == way for entry in found)]
+    width = 11
+    print(f"\nall linear layers ({DEPTH} x {', '.join(setting.layers)}), milliseconds by rows:")
+    head = "".join(f"{way:>{width}}" for way in ways)
+    floors = ("cublas", "fp8 rows", "int4")
+    titles = "".join(f"{f'floor {name}':>{width + 3}}" for name in ("bf16", "fp8", "int4"))
+    print(f"{'rows':>6}{head}{'fastest':>{width}}{titles}")
+    for rows in setting.rows:
+        sums = {way: _sum_ms(found, way, rows, "us") for way in ways}
+        served = {way: ms for way, ms in sums.items() if ms and way not in ("fp8 mm", "fp8 torch")}
+        cells = "".join(f"{f'{ms:.3f}' if ms else '-':>{width}}" for ms in sums.values())
+        fastest = min(served, key=lambda way: served[way])
+        bounds = "".join(
+            f"{_sum_ms(found, way, rows, 'floor_us'):>{width + 3}.3f}" for way in floors
+        )
+        print(f"{rows:>6}{cells}{fastest:>{width}}{bounds}")
+
+
+def _sum_ms(found: list[dict], way: str, rows: int, key: str) -> float:
+    return sum(DEPTH * e[key] / 1e3 for e in found if e["way"] == way and e["rows"] == rows)
+
+
+def print_verdict(found: list[dict], rate: float, setting: Setting) -> None:
+    """Say how near the 4-bit kernel is to what is asked of it."""
+    print(f"\ncopy rate {rate / 1e12:.2f} TB/s; the 4-bit weights of all layers over the time:")
+    for rows in (rows for rows in setting.rows if rows <= 128):
+        here = [e for e in found if e["way"] == "int4" and e["rows"] == rows]
+        moved = sum(entry["weight_bytes"] for entry in here)
+        share = moved / (sum(entry["us"] for entry in here) / 1e6) / rate
+        asked = ""
+        if rows <= 16:
+            asked = f" (asked: 85 %, {'reached' if share >= 0.85 else 'MISSED'})"
+        elif rows == 64:
+            asked = f" (asked: 1 / 1.4 = 71 %, {'reached' if share >= 1 / 1.4 else 'MISSED'})"
+        print(f"  {rows:>4} rows: {100 * share:5.1f} % of it{asked}")
+
+
+def exact_interpreter() -> None:
+    """Mend the interpreter's float8, for the life of this process."""
+    import warnings
+
+    import pytest
+
+    from tests.support.interpreter import exact_float8
+
+    warnings.simplefilter("ignore")  # of its own loops, which are NumPy's
+    exact_float8(pytest.MonkeyPatch())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--only-check", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+        exact_interpreter()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    import torch
+
+    torch.manual_seed(0)
+    setting = setting_of(arguments.device)
+    begun = time.monotonic()
+    with torch.inference_mode():
+        compile_all(setting)
+        wrong = check(setting)
+        print(f"comparison: {len(wrong)} wrong", *wrong[:20], sep="\n", flush=True)
+        if wrong:
+            raise SystemExit(1)
+        if arguments.only_check:
+            return
+        rate = copy_rate(setting)
+        if arguments.sweep:
+            compile_sweep(setting)
+            found = sweep(setting, rate)
+        else:
+            found = measure(setting, rate)
+    name = "gpu_gemm_sweep.json" if arguments.sweep else "gpu_gemm.json"
+    (arguments.out / name).write_text(json.dumps({"copy_bytes_s": rate, "found": found}))
+    where = torch.cuda.get_device_name() if setting.is_gpu else "Triton's interpreter: no times"
+    print(f"{where}, torch {torch.__version__}, {time.monotonic() - begun:.0f} s in all")
+    if arguments.sweep:
+        return
+    for rows in (16, 64, 1024):
+        if rows in setting.rows:
+            print_layers(found, rows)
+    if setting.is_gpu:
+        print_verdict(found, rate, setting)
+    print_table(found, setting)
+
+
+if __name__ == "__main__":
+    main()
