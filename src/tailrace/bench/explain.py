@@ -34,6 +34,14 @@ EXAMPLES = 3
 METRICS = {"ttft": "time to first token", "e2e": "end-to-end time"}
 LENGTH_CLASSES = (("<1K", 1024), ("1-3K", 3072), (">3K", math.inf))
 """Name, and the prompt tokens below which it is this one."""
+CAUSES = {
+    **{
+        name: label for name, label in PHASES.items() if name not in ("preempted", "emit", "socket")
+    },
+    "decode_wait": "its answer, while prompts of others were computed",
+    **{name: PHASES[name] for name in ("preempted", "emit", "socket")},
+}
+"""Name and label of the phases, the decode's divided in two: `decode_wait` is not its own."""
 CUT_OFF = frozenset({"disconnect", "slow_reader", "error", "refused", "abort", ""})
 """Ends without a whole answer."""
 
@@ -67,6 +75,7 @@ class CauseRow:
     """One phase as the cause of slow requests."""
 
     phase: str
+    """Of `CAUSES`."""
     label: str
     count: int
     """Slow requests that exceed the median request by it most."""
@@ -187,10 +196,17 @@ def _phases(record: RequestRecord, metric: str) -> Phases | None:
     return record.ttft_phases if metric == "ttft" else record.phases
 
 
+def _parts(phases: Phases, record: RequestRecord) -> dict[str, float]:
+    """Return the seconds of each of `CAUSES`."""
+    parts = phases.by_name()
+    wait_s = min(record.decode_wait_s, phases.decode_s)  # none before the first token
+    return parts | {"decode": phases.decode_s - wait_s, "decode_wait": wait_s}
+
+
 def _tail(records: Sequence[RequestRecord], metric: str, share: float) -> SlowTail | None:
     """Return the slowest by one latency; None where it was never observed."""
     observed = [
-        (phases.total_s, phases.by_name(), record)
+        (phases.total_s, _parts(phases, record), record)
         for record in records
         if (phases := _phases(record, metric)) is not None
     ]
@@ -198,7 +214,7 @@ def _tail(records: Sequence[RequestRecord], metric: str, share: float) -> SlowTa
         return None
     observed.sort(key=lambda entry: -entry[0])
     slow = observed[: max(math.ceil(share * len(observed)), 1)]
-    usual = {name: statistics.median(parts[name] for _, parts, _ in observed) for name in PHASES}
+    usual = {name: statistics.median(parts[name] for _, parts, _ in observed) for name in CAUSES}
     totals = Counter(length_class(record.prompt_tokens) for _, _, record in observed)
     by_class: dict[str, list[dict[str, float]]] = {name: [] for name, _ in LENGTH_CLASSES}
     for _, parts, record in slow:
@@ -231,7 +247,7 @@ def _tail(records: Sequence[RequestRecord], metric: str, share: float) -> SlowTa
 
 
 def _division(parts: Sequence[Mapping[str, float]]) -> Division:
-    phases = {name: statistics.fmean(part[name] for part in parts) for name in PHASES}
+    phases = {name: statistics.fmean(part[name] for part in parts) for name in CAUSES}
     return Division(count=len(parts), mean_s=math.fsum(phases.values()), phases=phases)
 
 
@@ -241,7 +257,7 @@ def _causes(
     mains = [_main(parts, usual) for parts, _ in slow]
     whole_s = math.fsum(math.fsum(parts.values()) for parts, _ in slow)
     found = []
-    for phase, label in PHASES.items():
+    for phase, label in CAUSES.items():
         mine = [entry for entry, main in zip(slow, mains, strict=True) if main == phase]
         spent_s = math.fsum(parts[phase] for parts, _ in slow)
         share = spent_s / whole_s if whole_s > 0 else 0.0
@@ -265,7 +281,7 @@ def _causes(
 
 def _main(parts: Mapping[str, float], usual: Mapping[str, float]) -> str:
     """Return the phase by which a request exceeds the median request most."""
-    return max(PHASES, key=lambda name: parts[name] - usual[name])
+    return max(CAUSES, key=lambda name: parts[name] - usual[name])
 
 
 def _endings(records: Sequence[RequestRecord]) -> tuple[Ending, ...]:
@@ -274,7 +290,7 @@ def _endings(records: Sequence[RequestRecord]) -> tuple[Ending, ...]:
         groups.setdefault((record.finish_reason, record.status), []).append(record)
     found = []
     for (finish_reason, status), group in groups.items():
-        parts = [record.phases.by_name() for record in group if record.phases is not None]
+        parts = [_parts(record.phases, record) for record in group if record.phases is not None]
         division = _division(parts)
         reasons = Counter(record.reason for record in group if record.reason)
         found.append(
@@ -285,7 +301,7 @@ def _endings(records: Sequence[RequestRecord]) -> tuple[Ending, ...]:
                 median_s=statistics.median(
                     record.finished_s - record.received_s for record in group
                 ),
-                phase=max(PHASES, key=division.phases.__getitem__),
+                phase=max(CAUSES, key=division.phases.__getitem__),
                 reason=reasons.most_common(1)[0][0] if reasons else "",
             )
         )
@@ -301,13 +317,6 @@ def _notes(answered: Sequence[RequestRecord], *, damaged: int, silent: int) -> t
     if 0 < len(answered) < 1 / min(SLOW_SHARES):
         notes.append(
             f"only {len(answered)} requests were answered: the slowest 1 % is a single one"
-        )
-    waited_s = [record.decode_wait_s for record in answered]
-    if any(waited_s):
-        notes.append(
-            "prompts of other requests also took a part of the answers' own time: "
-            f"{told(statistics.fmean(waited_s))} of an answer on average, "
-            f"{told(percentile(sorted(waited_s), 95))} at P95"
         )
     errors_s = sorted(
         abs(record.ttft_phases.total_s - record.predicted_ttft_s)

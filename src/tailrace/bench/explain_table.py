@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from tailrace.bench.explain import METRICS, told
-from tailrace.telemetry.phases import PHASES
+from tailrace.bench.explain import CAUSES, METRICS, told
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,7 +51,7 @@ def shown(tail: SlowTail) -> list[str]:
     divisions = [tail.slow, *(row.slow for row in tail.lengths)]
     return [
         name
-        for name in PHASES
+        for name in CAUSES
         if any(division.share(name) >= LEAST_SHARE for division in divisions)
     ]
 

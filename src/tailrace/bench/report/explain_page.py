@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from tailrace.bench.explain import told
+from tailrace.bench.explain import CAUSES, told
 from tailrace.bench.explain_table import (
     CAUSE_HEADINGS,
     ENDING_HEADINGS,
@@ -21,7 +21,6 @@ from tailrace.bench.explain_table import (
 from tailrace.bench.report.page import moment
 from tailrace.bench.report.run_report import environment
 from tailrace.errors import ConfigError
-from tailrace.telemetry.phases import PHASES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,6 +35,7 @@ COLOURS = {
     "prefill": "#0f62a8",
     "prefill_wait": "#6aaee6",
     "decode": "#0b8a6f",
+    "decode_wait": "#7ccdb6",
     "preempted": "#b83227",
     "emit": "#8a4a9e",
     "socket": "#c48fd1",
@@ -87,7 +87,7 @@ def write_page(found: Explanation, file: Path) -> None:
             ending_headings=ENDING_HEADINGS,
             endings=ending_rows(found),
             notes=found.notes,
-            phases=PHASES,
+            phases=CAUSES,
             colours=COLOURS,
             version=version("tailrace"),
         )
@@ -120,7 +120,7 @@ def bars(tail: SlowTail) -> list[Bar]:
             label,
             f"{note}, {told(mean_s)}",
             tuple(
-                Piece(name, 100 * seconds / longest_s, f"{PHASES[name]}: {told(seconds)}")
+                Piece(name, 100 * seconds / longest_s, f"{CAUSES[name]}: {told(seconds)}")
                 for name, seconds in phases.items()
                 if seconds > 0
             ),
