@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import random
+import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -174,6 +176,23 @@ def test_many_grammars_are_not_all_kept(compiler):
     for number in range(300):
         compiler.compile(LLMatcher.grammar_from_regex(f"x{number}"))
     assert len(compiler._kept) <= 32
+
+
+@pytest.mark.slow
+def test_thousands_of_schemas_leave_memory_where_it_was(compiler):
+    def resident_bytes() -> int:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+        return int(pages) * resource.getpagesize()
+
+    def compile_some(first: int, count: int) -> None:
+        for number in range(first, first + count):
+            properties = {f"p{number}_{i}": {"type": "string"} for i in range(8)}
+            compiler.compile(of_schema({"type": "object", "properties": properties}))
+
+    compile_some(0, 1000)
+    before = resident_bytes()
+    compile_some(1000, 9000)
+    assert resident_bytes() - before < 64 * 2**20
 
 
 def test_the_same_text_is_compiled_once(compiler):
