@@ -5,6 +5,7 @@ from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.runner import StepResult
 from tailrace.engine.step_probes import Probe, ProbeRun, choose
 from tailrace.engine.step_time import StepTimeModel
+from tailrace.errors import DeviceMemoryError
 from tailrace.types import StepCosts
 from tests.support.fake_runner import FakeRunner
 
@@ -29,15 +30,18 @@ class TimedRunner(FakeRunner):
         step, rows = prepared
         self.steps.append(rows)
         assert {row.table[-1] for row in rows} <= set(self.touched)
+        if self.fail_when(rows):
+            raise DeviceMemoryError("none left")
         seconds = step.load.seconds(MACHINE)
         self.clock.advance(seconds)
         return StepResult([], [], device_s=seconds)
 
 
-def timed(probes, most_s=100.0, units=4096):
+def timed(probes, most_s=100.0, units=4096, fail_when=None):
     clock = VirtualClock()
     blocks = BlockManager(units, 8, prefix_cache=False)
     runner = TimedRunner(clock)
+    runner.fail_when = fail_when or runner.fail_when
     samples = ProbeRun(runner, blocks, submit=runner.submit, clock=clock).run(probes, most_s)
     blocks.check_integrity()
     assert blocks.available_units == units
@@ -68,6 +72,15 @@ def test_the_shapes_give_the_machine_back():
     for probe in (Probe(tokens=300, start=700), Probe(decodes=20, context=400)):
         ((load, seconds),) = timed([probe])
         assert load.seconds(costs) == pytest.approx(seconds, rel=1e-3)
+
+
+def test_a_shape_without_memory_is_left_out_and_gives_its_units_back():
+    probes = choose(max_batch_size=32, token_budget=512, context_length=4096, kv_tokens=30000)
+    found = timed(probes, fail_when=lambda rows: any(row.end - row.start == 512 for row in rows))
+    whole = sum(probe.tokens == 512 for probe in probes)
+    assert whole > 0
+    assert len(found) == len(probes) - whole
+    assert all(load.prefill_tokens < 512 for load, _ in found)
 
 
 def test_probes_end_with_their_time_but_two_are_always_there():

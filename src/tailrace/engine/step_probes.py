@@ -10,11 +10,15 @@ fitted to the few that it had time for.
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import structlog
+
 from tailrace.engine.scheduler import Chunk, Step
 from tailrace.engine.sequence import Sequence
+from tailrace.errors import DeviceMemoryError
 from tailrace.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
     from tailrace.engine.block_manager import BlockManager, Table
     from tailrace.engine.engine import Executed, StepRunner
     from tailrace.engine.step_time import StepLoad
+
+log = structlog.get_logger("tailrace.engine")
 
 _FEW_TOKENS = 64
 _MANY_TOKENS = 4096
@@ -113,32 +119,47 @@ class ProbeRun:
         self._released: list[int] = []
 
     def run(self, probes: list[Probe], most_s: float) -> list[tuple[StepLoad, float]]:
-        """Return (load, seconds) of as many probes as fit into `most_s`, at least two."""
+        """Return (load, seconds) of as many probes as fit into `most_s`, at least two.
+
+        One that finds no memory on the device is left out.
+        """
         begun_s = self._clock()
         samples = []
         for count, probe in enumerate(probes):
             if count >= _LEAST_PROBES and self._clock() - begun_s > most_s:
                 break
-            samples.append(self._time(probe))
+            try:
+                samples.append(self._time(probe))
+            except DeviceMemoryError as error:
+                log.warning("probe_without_memory", probe=str(probe), error=str(error))
         return samples
 
     def _time(self, probe: Probe) -> tuple[StepLoad, float]:
         step = self._step(probe)
         tables = [_open_table(self._blocks, chunk) for chunk in step.chunks]
         units = [unit for table in tables for unit in table.units]
-        self._submit(self._runner.touch_kv, units).result()
+        try:
+            self._submit(self._runner.touch_kv, units).result()
+            return self._runner.computed(step), self._measure(step)
+        finally:
+            for table in tables:
+                self._blocks.close(table)
+            self._released = [chunk.slot for chunk in step.chunks]
+
+    def _measure(self, step: Step) -> float:
+        """Run a step two or three times; return its seconds, the quickest but the first."""
         again = Step()
         for chunk in step.chunks:
             again.add(chunk)
         in_flight = deque([self._issue(step), self._issue(again)])
-        first_s = self._wait(in_flight)
-        if first_s < _QUICK_S:
-            in_flight.append(self._issue(again))
-        took_s = min(self._wait(in_flight) for _ in range(len(in_flight)))
-        for table in tables:
-            self._blocks.close(table)
-        self._released = [chunk.slot for chunk in step.chunks]
-        return self._runner.computed(step), took_s
+        try:
+            if self._wait(in_flight) < _QUICK_S:
+                in_flight.append(self._issue(again))
+            return min([self._wait(in_flight) for _ in range(len(in_flight))])
+        finally:  # nothing may run when the tables are given back
+            while in_flight:
+                with suppress(DeviceMemoryError):
+                    self._wait(in_flight)
 
     def _step(self, probe: Probe) -> Step:
         chunks = [_chunk(slot, probe.context - 1, probe.context) for slot in range(probe.decodes)]
