@@ -296,6 +296,19 @@ def test_a_refusal_is_recorded_with_status_and_reason(serve, body, status, reaso
     assert (record.finish_reason == "refused") is (status != 200)
 
 
+def test_a_bug_of_ours_is_an_error_and_no_refusal(serve, monkeypatch):
+    logged = serve()
+
+    def fails(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(logged.app.services.admission, "admitted", fails)
+    assert logged.app.post(COMPLETIONS, HI).status_code == 500
+    (record,) = logged.wait(1)
+    assert (record.finish_reason, record.status) == ("error", 500)
+    assert record.reason == "internal server error: the server failed at this request"
+
+
 def test_a_full_house_is_recorded_as_429(serve):
     script = Script("Hello", pause_after=1)
     logged = serve({"": script}, engine={"max_batch_size": 1}, max_waiting=0)

@@ -55,13 +55,21 @@ def keep_refusal(services: Services, request: Request, delivered_s: float) -> No
         unix_s=time.time(),
         received_s=timeline.received_s,
         finished_s=delivered_s,
-        finish_reason="disconnect" if request.failure is None else REFUSED,
+        finish_reason=_ending(request.failure),
         status=status,
         reason=_reason(request.failure),
         phases=timeline.refused(delivered_s),
     )
     services.metrics.observe_phases(record)
     services.request_log.write(record)
+
+
+def _ending(error: RequestError | None) -> str:
+    """Say how a request ended that the engine never had; a failure of ours is no refusal."""
+    if error is None:
+        return "disconnect"
+    is_ours = error.status >= 500 and error.status != HTTPStatus.SERVICE_UNAVAILABLE
+    return "error" if is_ours else REFUSED
 
 
 def _reason(error: RequestError | None) -> str:
