@@ -268,6 +268,18 @@ def test_pieces_that_do_not_fit_together_are_ignored():
     assert_empty(bench)
 
 
+def test_a_budget_that_was_cut_below_a_unit_leaves_nothing_to_do():
+    bench = make_bench(num_blocks=64, budget=64)
+    grow(bench, "r-0", 0, PROMPT[:20])
+    rest(bench)
+    bench.engine.scheduler.token_budget = 4
+    grow(bench, "r-0", 20, PROMPT[20:])
+    assert not bench.engine.has_work
+    bench.engine.add(request("r-0", PROMPT, 3))
+    bench.run()
+    assert bench.tokens["r-0"] == expected_output(PROMPT, 3, frozenset())
+
+
 def test_a_lease_is_taken_over_by_early_work():
     bench = make_bench(num_blocks=64, budget=64)
     bench.engine.reserve(ReserveKv("r-0", 32, 5.0))

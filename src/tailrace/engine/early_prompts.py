@@ -68,10 +68,10 @@ class EarlyPrompts:
         tables = [sequence.kv for sequence in self.holders if sequence.kv is not None]
         return sum(len(table.units) + table.lease.claim for table in tables)
 
-    @property
-    def has_work(self) -> bool:
-        """Whether a step could compute something."""
-        return any(self._can_go_on(sequence) for sequence in self._arriving.values())
+    def has_work(self, budget: int) -> bool:
+        """Whether a step of so many tokens, with nothing else in it, would compute something."""
+        tokens = min(budget, self._step_tokens)
+        return any(self._can_go_on(sequence, tokens) for sequence in self._arriving.values())
 
     def get(self, request_id: str) -> Sequence | None:
         """Return who is arriving under an id."""
@@ -169,10 +169,10 @@ class EarlyPrompts:
                 left -= end - sequence.num_computed
                 yield sequence, end
 
-    def _can_go_on(self, sequence: Sequence) -> bool:
+    def _can_go_on(self, sequence: Sequence, tokens: int) -> bool:
         if sequence.kv is None:
             return self._room_to_open(sequence) > 0
-        return self._end(sequence, sequence.kv, self._step_tokens) > 0
+        return self._end(sequence, sequence.kv, tokens) > 0
 
     def _room(self, claim: int = 0) -> int:
         """Units that one of them could still take without borrowing: see rule 2."""

@@ -176,7 +176,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether anybody waits or runs, or could be computed early."""
-        return bool(self.waiting or self.running) or self.early.has_work
+        return bool(self.waiting or self.running) or self.early.has_work(self.token_budget)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a waiting sequence at its place in the order."""

@@ -146,10 +146,12 @@ class EarlyEncoding(Generic[_T]):
             try:
                 goes_on = await self._source.step()
             except RequestError:  # the whole body will say so, and what was done is half done
-                goes_on = False
-            if not goes_on:
+                self._give_up()
+                break
+            if self._source.is_too_long:
                 self._give_up()
             self._tell_engine()
+            self._is_on = self._is_on and goes_on
         self._task = None
 
     def _tell_engine(self) -> None:
@@ -189,6 +191,8 @@ class _Source(ABC, Generic[_T]):
     One that comes later costs no more than the work done so far.
     """
 
+    is_too_long: bool = False
+    """Whether what has come fills the context: no request with all of it will be served."""
     rivals: frozenset[str] = frozenset()
     """Fields of which one, once, makes a request: a second one ends what was begun."""
 
@@ -284,7 +288,8 @@ class EarlyPrompt(_Source[str]):
         self._fed.append(text)
         # What is held back has tokens too: without cuts there is nothing else to count.
         self._fewest += tokenizer.fewest_tokens(text)
-        return max(self.tokens, self._fewest) < self._context_length
+        self.is_too_long = max(self.tokens, self._fewest) >= self._context_length
+        return not self.is_too_long
 
     async def take(self, whole: str) -> list[int] | None:
         """See `_Source`; the ids lack what goes around a text."""
@@ -426,14 +431,16 @@ class EarlyChat(_Source[list[Span]]):
             if encoder is None or tokenizer is None:  # forgotten meanwhile
                 return False
             self._fewest += sum(tokenizer.fewest_tokens(span.text) for span in part)
-            if max(self.tokens, self._fewest) >= self._context_length:
+            self.is_too_long = max(self.tokens, self._fewest) >= self._context_length
+            if self.is_too_long:
                 return False
             self._ids += await asyncio.to_thread(_feed, encoder, part)
             self.tokens = len(self._ids)
             self._fed += part
         if self._is_steady:
             self._certain = self.tokens
-        return self.tokens < self._context_length
+        self.is_too_long = self.tokens >= self._context_length
+        return not self.is_too_long
 
 
 def _parts(spans: list[Span]) -> Iterator[list[Span]]:
