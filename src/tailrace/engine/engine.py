@@ -182,7 +182,7 @@ class Engine:
     @property
     def requests(self) -> int:
         """Complete requests that run or wait."""
-        return len(self._sequences)
+        return len(self._sequences) + len(self._compiling)
 
     def add(self, request: EngineRequest) -> TokenOutput | None:
         """Queue a request; return its final output at once where it cannot be served."""
