@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import shutil
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,9 +25,10 @@ from tailrace.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
-SCHEMES = {"awq": "4 bits", "fp8": "FP8_DYNAMIC", "fp8-block": "FP8_BLOCK"}
+SCHEMES = ("awq", "fp8", "fp8-block")
+_PRESETS = {"fp8": "FP8_DYNAMIC", "fp8-block": "FP8_BLOCK"}
+"""What llm-compressor calls them; awq is put together, for its group is the user's."""
 FORMATS = ("compressed-tensors", "awq-gemm")
 
 
@@ -51,7 +53,7 @@ class Recipe:
             ConfigError: One is unknown, or they do not go together.
         """
         for name, value, known in (
-            ("scheme", self.scheme, tuple(SCHEMES)),
+            ("scheme", self.scheme, SCHEMES),
             ("format", self.format, FORMATS),
         ):
             if value not in known:
@@ -81,28 +83,25 @@ def quantize(model_path: str, out: Path, recipe: Recipe, text: str) -> None:
         raise ConfigError(f"--out {out}: is there already; name a folder that is not")
     folder = gguf.resolve(model_path)
     config = load_config(folder)
-    is_plain = config.quantization is None
-    if not is_plain and recipe.format != "awq-gemm":
-        raise ConfigError(
-            f"{folder}: is quantised already ({config.quantization.describe()}); only "  # type: ignore[union-attr]  # just looked at
-            "--format awq-gemm is left to make of it"
-        )
-    if is_plain:
+    stored = config.quantization
+    if stored is None:
         _require_groups(config.hidden_size, config.intermediate_size, recipe, folder)
         _require_compressor()
-    partial = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        compressed = partial / "compressed"
-        if is_plain:
-            _compress(folder, compressed, recipe, text)
+    elif recipe.format != "awq-gemm":
+        raise ConfigError(
+            f"{folder}: is quantised already ({stored.describe()}); only --format awq-gemm is "
+            "left to make of it"
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the result, so that it is renamed into place, whole.
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
+        made = Path(scratch) / "compressed"
+        if stored is None:
+            _compress(folder, made, recipe, text)
         if recipe.format == "awq-gemm":
-            export_awq(compressed if is_plain else folder, partial / "awq")
-            compressed = partial / "awq"
-        compressed.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+            export_awq(folder if stored is not None else made, Path(scratch) / "awq")
+            made = Path(scratch) / "awq"
+        made.rename(out)
 
 
 def _require_groups(hidden: int, inner: int, recipe: Recipe, folder: Path) -> None:
@@ -171,7 +170,7 @@ def _modifiers(recipe: Recipe) -> list[Any]:
     )
 
     if recipe.scheme != "awq":
-        scheme = SCHEMES[recipe.scheme]
+        scheme = _PRESETS[recipe.scheme]
         return [QuantizationModifier(targets=["Linear"], scheme=scheme, ignore=["lm_head"])]
     weights = QuantizationArgs(
         num_bits=4,
