@@ -13,7 +13,9 @@ from tailrace.kernels.linear.weight import format_of, plain
 from tailrace.kernels.select import select
 from tailrace.models.checkpoint import Checkpoint
 from tailrace.models.config import load_config
+from tailrace.models.int4_packing import pack_words
 from tailrace.models.loader import describe_weights, load_model
+from tailrace.models.quantization import PackedInt4
 from tailrace.models.weight_reader import WeightReader, stack
 from tests.models.paged import PagedRun
 from tests.support.quantized import (
@@ -147,6 +149,23 @@ def test_float16_holds_the_values_rounded_once(tmp_path):
     folder = write(tmp_path, awq(32))
     half = logits(folder, dtype="float16")
     assert torch.equal(half, logits(plain_beside(folder), dtype="float16"))
+
+
+def test_rows_and_columns_that_fill_no_word(tmp_path):
+    """compressed-tensors pads the last word: 20 inputs in three words, 10 zero points in two."""
+    codes, zeros = (torch.randint(0, 16, shape).to(torch.uint8) for shape in ((10, 20), (10, 1)))
+    scales = torch.rand(10, 1).half()
+    tensors = {
+        "x.weight_packed": pack_words(codes),
+        "x.weight_scale": scales,
+        "x.weight_shape": torch.tensor([10, 20]),
+        "x.weight_zero_point": pack_words(zeros.t()).t().contiguous(),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    layout = PackedInt4(-1, symmetric=False)
+    weight = WeightReader(Checkpoint(tmp_path), CPU).read("x", layout, 10, 20)
+    expected = (codes.float() - zeros.float()) * scales.float()
+    assert torch.equal(plain(weight), expected)
 
 
 class TestStack:
