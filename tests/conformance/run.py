@@ -32,7 +32,7 @@ KEY = "conformance"
 SETTINGS = (
     *("--api-key", KEY),
     # As short as that, a context ends an answer that would not end by itself.
-    *("--context-length", "1024"),
+    *("--context-length", "512"),
     # The embedded model's template knows no tools: a call is made by its grammar.
     *("--tool-call-parser", "hermes"),
 )
