@@ -3,8 +3,8 @@
 Every one names the served model, which no schema knows, and asks for few tokens. It loses the
 fields that this server refuses whatever they say: they would hide the others behind one refusal.
 
-Two fields of a response are null where none was sent, as Open Responses and OpenAI's own client have
-it; OpenAI's description allows no null there, so something is sent.
+Two fields of a response are null where none was sent, as Open Responses and OpenAI's own client
+have it; OpenAI's description allows no null there, so something is sent.
 """
 
 from __future__ import annotations
