@@ -1,6 +1,10 @@
 """What Anthropic's bodies mean as chats."""
 
+import contextlib
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tailrace.errors import RequestError
 from tailrace.server.anthropic_chat import BILLING_HEADER, chat_of, sampled_chat_of
@@ -194,3 +198,22 @@ def test_what_cannot_be_served_is_refused_by_name(param, fields):
 @pytest.mark.parametrize("kind", ["disabled", "adaptive"])
 def test_thinking_that_need_not_be_is_accepted(kind):
     assert turns(messages=[HI], thinking={"type": kind})
+
+
+NAMES = ("role", "content", "type", "text", "id", "name", "input", "tool_use_id")
+WORDS = ("user", "assistant", "text", "tool_use", "tool_result", "thinking", "{}")
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from(WORDS) | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=6)
+    ),
+    max_leaves=12,
+)
+
+
+@given(sent=st.lists(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6), max_size=3))
+@settings(max_examples=200, deadline=None)
+def test_whatever_is_sent_is_a_chat_or_refused(sent):
+    with contextlib.suppress(RequestError):
+        chat = chat_of(CountTokensBody(messages=sent))
+        assert all(isinstance(message["role"], str) for message in chat.messages)

@@ -1,6 +1,10 @@
 """What bodies of the Responses API mean as chats."""
 
+import contextlib
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tailrace.errors import RequestError
 from tailrace.server.responses_chat import chat_of
@@ -156,3 +160,30 @@ def test_what_cannot_be_served_is_refused_by_name(param, fields):
         chat_of(ResponsesBody(**fields))
     assert (caught.value.status, caught.value.param) == (400, param)
     assert param.split("[", 1)[0] in caught.value.message
+
+
+NAMES = ("role", "content", "type", "text", "call_id", "name", "arguments", "output", "status")
+WORDS = (
+    "user",
+    "assistant",
+    "message",
+    "input_text",
+    "function_call",
+    "function_call_output",
+    "{}",
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from(WORDS) | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=6)
+    ),
+    max_leaves=12,
+)
+
+
+@given(sent=st.lists(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6), max_size=3))
+@settings(max_examples=200, deadline=None)
+def test_whatever_is_sent_is_a_chat_or_refused(sent):
+    with contextlib.suppress(RequestError):
+        chat = chat_of(ResponsesBody(input=sent))
+        assert all(isinstance(message["role"], str) for message in chat.messages)

@@ -243,6 +243,7 @@ def test_a_response_can_be_json(app, client, says, form):
     [
         ("tools[0].type", {"tools": [{"type": "web_search"}]}),
         ("tool_choice", {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}),
+        ("include", {"include": ["message.output_text.logprobs"]}),
         ("text.format", {"text": {"format": {"type": "xml"}}}),
         ("text.format", {"text": {"format": {"type": "json_schema", "name": "x"}}}),
     ],

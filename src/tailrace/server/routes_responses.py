@@ -13,7 +13,7 @@ from tailrace.server.admission import check_model, check_open
 from tailrace.server.answering import answer
 from tailrace.server.chat_job import chat_job, is_long, renamed
 from tailrace.server.prompts import off_loop_if
-from tailrace.server.responses_chat import chat_of, wants_logprobs
+from tailrace.server.responses_chat import LOGPROBS, chat_of, wants_logprobs
 from tailrace.server.responses_format import ResponseFormat
 from tailrace.server.responses_protocol import Response, ResponsesBody
 from tailrace.server.sampling import read_logprobs, read_max_tokens, read_sampling
@@ -59,6 +59,12 @@ async def responses(services: Services, request: Request) -> None:
             prompt_name="input",
             fits_context=True,
         )
+        if is_scored and job.tools is not None:
+            raise RequestError(
+                f"include has {LOGPROBS!r} and tools are given: a call has no place for scores; "
+                "leave one out, or set tool_choice to 'none'",
+                param="include",
+            )
         form = ResponseFormat(
             job=job,
             response=_response(body, sampling, job.request_id, text.model_name, top_logprobs),
