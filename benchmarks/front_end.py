@@ -103,7 +103,7 @@ def work() -> int:
             blocks=BlockManager(80_000, 8, prefix_cache=False),
             context_length=8192,
             device="none",
-            folder=folder,
+            grammars=None,
         )
 
     setup.load = load

@@ -79,6 +79,12 @@ ASKED = [
     pytest.param({"response_format": response_format(SCHEMA)}, '{"a": 4}', '{"b": 4}', id="schema"),
     pytest.param({"guided_json": SCHEMA}, '{\n  "a": 4\n}', "{}", id="guided json"),
     pytest.param({"guided_json": json.dumps(SCHEMA)}, '{"a":4}', "{}", id="guided json text"),
+    pytest.param(
+        {"guided_json": SCHEMA, "guided_whitespace_pattern": "~?"},
+        '{"a":~4}',
+        '{"a": 4}',
+        id="guided white space",
+    ),
     pytest.param({"guided_regex": "[a-c]{2}/"}, "ab/", "ad/", id="guided regex"),
     pytest.param({"guided_choice": ["yes", 'n"o\n']}, 'n"o\n', "no", id="guided choice"),
     pytest.param({"guided_grammar": 'root ::= "x" | "y" [0-9]+'}, "y42", "x4", id="gbnf"),

@@ -195,6 +195,15 @@ def test_thousands_of_schemas_leave_memory_where_it_was(compiler):
     assert resident_bytes() - before < 64 * 2**20
 
 
+def test_a_tokenizer_that_cannot_be_read_is_every_grammars_error(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    broken = GrammarCompiler(tmp_path, VOCAB_SIZE, [EOS_ID])
+    broken.load()  # a server starts without grammars all the same
+    for _ in range(2):
+        with pytest.raises(GrammarError, match="does not go with grammars"):
+            broken.compile(LLMatcher.grammar_from_regex("a"))
+
+
 def test_the_same_text_is_compiled_once(compiler):
     text = LLMatcher.grammar_from_regex("once")
     assert compiler.compile(text) is compiler.compile(text)

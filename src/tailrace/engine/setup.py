@@ -43,8 +43,7 @@ class Loaded:
     blocks: BlockManager
     context_length: int
     device: str
-    folder: Path
-    """Of the checkpoint."""
+    grammars: GrammarCompiler | None
     step_time: StepTimeModel = field(default_factory=StepTimeModel)
 
 
@@ -127,7 +126,7 @@ def load(config: EngineConfig, folder: Path) -> Loaded:
         blocks=make_blocks(config, num_blocks, prefix_cache=config.prefix_cache),
         context_length=context,
         device=f"cpu ({threads} threads, {kernels.name} kernels, {describe_weights(model)})",
-        folder=folder,
+        grammars=_load_grammars(folder, model),
     )
 
 
@@ -142,7 +141,7 @@ def _load_on_gpu(config: EngineConfig, folder: Path) -> Loaded:
         blocks=make_blocks(config, num_blocks, prefix_cache=config.prefix_cache),
         context_length=context,
         device=device,
-        folder=folder,
+        grammars=_load_grammars(folder, runner.model),
     )
 
 
@@ -153,6 +152,13 @@ def describe_kv(num_tokens: int, context: int, bytes_per_token: int) -> str:
     return (
         f"{num_tokens:,} tokens in {gib:.2f} GiB: {full} sequences of {context:,}, or more shorter"
     )
+
+
+def _load_grammars(folder: Path, model: CausalLM) -> GrammarCompiler:
+    config = model.config
+    grammars = GrammarCompiler(folder, config.vocab_size, config.eos_token_ids)
+    grammars.load()
+    return grammars
 
 
 def make_blocks(config: EngineConfig, num_units: int, *, prefix_cache: bool) -> BlockManager:
@@ -218,9 +224,7 @@ def make_engine(config: EngineConfig, loaded: Loaded, submit: Callable[..., Futu
         eos_token_ids=loaded.model.config.eos_token_ids,
         step_time=loaded.step_time,
         late_binding=LateBinding() if config.late_binding else None,
-        grammars=GrammarCompiler(
-            loaded.folder, loaded.model.config.vocab_size, loaded.model.config.eos_token_ids
-        ),
+        grammars=loaded.grammars,
     )
 
 

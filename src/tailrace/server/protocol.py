@@ -54,6 +54,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    guided_whitespace_pattern: Any = None
     structured_outputs: Any = None
     return_metrics: bool | None = None
 

@@ -162,12 +162,13 @@ def _text_services(config: Config, folder: Path) -> TextServices:
     tokenizer = Tokenizer.load(folder)
     chat_template = ChatTemplate.load(folder, tokenizer)
     # Which token ends a sequence does not matter to whether a grammar compiles.
-    ends = [tokenizer.eos_token_id or 0]
+    grammars = GrammarCompiler(folder, tokenizer.vocab_size, [tokenizer.eos_token_id or 0])
+    grammars.load()
     return TextServices(
         model_name=_model_name(config),
         tokenizer=tokenizer,
         chat_template=chat_template,
-        grammars=GrammarCompiler(folder, tokenizer.vocab_size, ends),
+        grammars=grammars,
         tool_style=_tool_style(config.server.tool_call_parser, chat_template),
         calls_are_text=config.server.tool_call_parser == "none",
     )

@@ -73,8 +73,10 @@ def read_constraint(body: SamplingFields) -> Constraint | None:
     Raises:
         RequestError: A field is malformed, or two of them are given.
     """
+    pattern = body.guided_whitespace_pattern
+    white_space = _WHITE_SPACE if pattern is None else _text(pattern, "guided_whitespace_pattern")
     found = [
-        Constraint(kind, value, name)
+        Constraint(kind, value, name, white_space)
         for name, kind in _GUIDED.items()
         if (value := getattr(body, name)) is not None
     ]

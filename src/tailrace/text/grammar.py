@@ -58,7 +58,7 @@ class GrammarCompiler:
     caller may run on.
 
     Args:
-        folder: Holds tokenizer.json, which is read when the first grammar comes.
+        folder: Holds tokenizer.json, which is read by `load`, or else for the first grammar.
         vocab_size: Of the model's logits.
         eos_token_ids: What ends a sequence.
     """
@@ -68,6 +68,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._tokenizer: llguidance.LLTokenizer | None = None
+        self._fault = ""
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
         self._lock = threading.Lock()
         self._compiling: ThreadPoolExecutor | None = None
@@ -75,6 +76,17 @@ class GrammarCompiler:
         self._counting = threading.Lock()
         self.waiting = 0
         """Grammars that `compile_soon` was asked for and that are not done."""
+
+    def load(self) -> None:
+        """Read the tokenizer; what cannot be read is the error of every grammar.
+
+        It holds the interpreter throughout, for a second where the vocabulary has 150k tokens: so
+        before anybody is served.
+        """
+        try:
+            self._loaded()
+        except GrammarError:
+            return  # again, when a grammar comes
 
     def compile_soon(self, text: str) -> Future[Grammar]:
         """Compile on the thread; the result raises GrammarError as `compile` does."""
@@ -124,15 +136,25 @@ class GrammarCompiler:
         return -(-self._loaded().vocab_size // 32)
 
     def _loaded(self) -> llguidance.LLTokenizer:
+        if self._fault:
+            raise GrammarError(self._fault)
         if self._tokenizer is None:
-            if not self._eos_token_ids:
-                raise GrammarError("the model has no end-of-sequence token, so no output can end")
-            self._tokenizer = llguidance.LLTokenizer(
-                (self._folder / "tokenizer.json").read_text(encoding="utf-8"),
-                n_vocab=self._vocab_size,
-                eos_token=self._eos_token_ids,
-            )
+            try:
+                self._tokenizer = self._read()
+            # The library raises what it likes on a tokenizer that it does not know.
+            except Exception as error:
+                self._fault = f"the model's tokenizer does not go with grammars: {error}"
+                raise GrammarError(self._fault) from error
         return self._tokenizer
+
+    def _read(self) -> llguidance.LLTokenizer:
+        if not self._eos_token_ids:
+            raise GrammarError("the model has no end-of-sequence token, so no output can end")
+        return llguidance.LLTokenizer(
+            (self._folder / "tokenizer.json").read_text(encoding="utf-8"),
+            n_vocab=self._vocab_size,
+            eos_token=self._eos_token_ids,
+        )
 
     def _matcher(self, text: str) -> llguidance.LLMatcher:
         matcher = llguidance.LLMatcher(self._loaded(), text, log_level=0, limits=_LIMITS)
