@@ -20,6 +20,7 @@ from tailrace.engine.cuda_runner import (
     fitting_frame,
     graph_buckets,
     mixed_frames,
+    padded_sizes,
 )
 from tailrace.engine.device_sampler import DeviceSampler
 from tailrace.engine.engine import Engine
@@ -171,6 +172,25 @@ def test_sampled_rows_draw_as_on_the_cpu(folder):
     requests = make_requests(temperature=0.8, top_p=0.9, seed=7)
     expected = generate(cpu_runner(folder), requests)
     assert generate(gpu_runner(folder, CudaRunner), requests) == expected
+
+
+@pytest.mark.parametrize(
+    ("budget", "decodes", "tokens", "whole"),
+    [
+        (1024, 60, 790, 768),
+        (1024, 60, 700, 640),
+        (1024, 128, 896, 896),  # the whole budget
+        (1024, 128, 895, 768),
+        (1024, 60, 63, 63),  # below the smallest frame
+        (8192, 60, 1100, 1024),  # beyond the frames: queued kernel by kernel
+        (8192, 60, 850, 768),
+    ],
+)
+def test_cuts_are_rounded_down_to_what_is_captured(folder, budget, decodes, tokens, whole):
+    runner = gpu_runner(folder, CudaRunner)
+    runner._token_budget, runner._padded_sizes = budget, padded_sizes(128)
+    runner._mixed = mixed_frames(128, budget, 64, paced=True)
+    assert runner.whole_prompts(decodes, tokens) == whole
 
 
 class Starved(CudaRunner):

@@ -179,6 +179,15 @@ def test_a_term_that_the_fit_missed_is_learnt():
     assert off(model.costs, GPU, decode(128, 4500)) < 0.1
 
 
+def test_a_step_that_was_predicted_to_take_nothing_is_learnt():
+    model = StepTimeModel()
+    model.start(StepCosts(0.0, 2e-5, 64, 0.0, 0.0, 0.0), np.array([1.0, 1000.0, 4e6, 128.0, 3e5]))
+    assert model.predict(decode(8, 100)) == 0.0
+    for _ in range(300):
+        model.observe(decode(8, 100), 0.005)
+    assert 0.004 < model.predict(decode(8, 100)) < 0.006
+
+
 def test_a_compilation_in_a_step_moves_the_next_prediction_little():
     model = fitted(GPU)
     serve(model, GPU, 100)

@@ -40,6 +40,8 @@ _NOISE = 0.1
 """Standard deviation of one step around its prediction, as a share of it."""
 _MOST_SURPRISE = 0.3
 """A step off by more counts as off by this share."""
+_LEAST_STEP = 0.02
+"""A step is judged as if it took at least this share of the large one."""
 _DRIFT = 0.1
 """How much of a lasting change one step teaches, about."""
 _TOGETHER = 0.3
@@ -215,14 +217,14 @@ class StepTimeModel:
         if costs is None or not load.rows or seconds <= 0.0:
             return
         expected = load.seconds(costs)
-        if expected <= 0.0:
-            return
+        # Else a step that was predicted to take nothing could never teach that it takes something.
+        scale = max(expected, _LEAST_STEP * float(self._state.sum()))
         features = np.array(load.terms(costs.free_rows)) / self._unit
-        most = _MOST_SURPRISE * expected
+        most = _MOST_SURPRISE * scale
         surprise = min(max(seconds - expected, -most), most)
         self._drift()
         spread = self._covariance @ features
-        gain = spread / (features @ spread + (_NOISE * expected) ** 2)
+        gain = spread / (features @ spread + (_NOISE * scale) ** 2)
         self._state = np.maximum(self._state + gain * surprise, 0.0)
         self._covariance = self._covariance - np.outer(gain, spread)
         self._costs = _costs(self._state / self._unit, costs.free_rows)
