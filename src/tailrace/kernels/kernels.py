@@ -103,6 +103,19 @@ class Kernels(Protocol):
         """Return silu(x[:, :F]) * x[:, F:], float32 [T, F]."""
         ...
 
+    def norm_into(
+        self, linear: Linear, x_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> Tensor:
+        """Add x to residual in place (None: nothing), and return linear(RMS norm of the sum).
+
+        Together, since rows that the layer would round first may be rounded where they are made.
+        """
+        ...
+
+    def silu_mul_into(self, linear: Linear, gate_up_T2F: Tensor) -> Tensor:
+        """Return linear(silu(x[:, :F]) * x[:, F:]), likewise."""
+        ...
+
     def head_dtype(self, dtype: WeightDtype) -> WeightDtype:
         """Return how the head is held where the other matrices are held in `dtype`."""
         ...

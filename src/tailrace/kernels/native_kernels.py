@@ -107,6 +107,18 @@ class NativeKernels:
         """See `Kernels.silu_mul`."""
         return silu_mul(self._library, gate_up_T2F)
 
+    def norm_into(
+        self, linear: Linear, x_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> Tensor:
+        """See `Kernels.norm_into`."""
+        if x_TD is None:
+            return linear(self.rms_norm(residual_TD, weight_D, eps))
+        return linear(self.add_rms_norm(x_TD, residual_TD, weight_D, eps))
+
+    def silu_mul_into(self, linear: Linear, gate_up_T2F: Tensor) -> Tensor:
+        """See `Kernels.silu_mul_into`."""
+        return linear(self.silu_mul(gate_up_T2F))
+
     def head_dtype(self, dtype: WeightDtype) -> WeightDtype:
         """See `Kernels.head_dtype`."""
         return head_dtype(dtype)

@@ -24,6 +24,7 @@ from tailrace.kernels.linear.float8_linear import Float8Linear, takes
 from tailrace.kernels.linear.int4 import GroupInt4
 from tailrace.kernels.linear.int4_linear import Int4Linear
 from tailrace.kernels.linear.packed_int4 import LEAST_GROUP
+from tailrace.kernels.linear.triton_float8_rows import add_rms_norm_float8, silu_mul_float8
 from tailrace.kernels.linear.triton_skinny import SkinnyLinear, SkinnyScratch
 from tailrace.kernels.linear.weight import plain
 from tailrace.kernels.linear.workspace import Workspace
@@ -204,6 +205,20 @@ class TritonKernels:
     def silu_mul(self, gate_up_T2F: Tensor) -> Tensor:
         """See `Kernels.silu_mul`."""
         return silu_mul(gate_up_T2F)
+
+    def norm_into(
+        self, linear: Linear, x_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> Tensor:
+        """See `Kernels.norm_into`; an FP8 layer's rows are rounded in the norm."""
+        if isinstance(linear, Float8Linear) and linear.takes_float8(residual_TD.shape[0]):
+            return linear(add_rms_norm_float8(x_TD, residual_TD, weight_D, eps, group=linear.group))
+        return linear(add_rms_norm(x_TD, residual_TD, weight_D, eps, out_dtype=self.dtype))
+
+    def silu_mul_into(self, linear: Linear, gate_up_T2F: Tensor) -> Tensor:
+        """See `Kernels.silu_mul_into`; an FP8 layer's rows are rounded in the product."""
+        if isinstance(linear, Float8Linear) and linear.takes_float8(gate_up_T2F.shape[0]):
+            return linear(silu_mul_float8(gate_up_T2F, group=linear.group))
+        return linear(silu_mul(gate_up_T2F))
 
     def pack_linear(self, weight: Weight, bias_O: Tensor | None, dtype: WeightDtype) -> Linear:
         """See `Kernels.pack_linear`; what no kernel here takes is unpacked."""

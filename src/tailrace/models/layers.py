@@ -13,10 +13,15 @@ beats three narrow ones. And the residual sum is added where the next norm reads
 hands on its own output and the residual separately:
 
     embed -> residual
-    x = norm(residual)
-    x = attention(x);  residual += x, x = norm(residual)      (one kernel)
-    x = mlp(x);        residual += x, x = norm(residual)      (one kernel; the norm is the NEXT
-    ...                                                        layer's first, or the final one)
+    layer    residual += x, qkv(norm(residual))     (x: of the layer before; one kernel, then qkv)
+             x = attention(...)
+             residual += x, gate_up(norm(residual)) (likewise)
+             x = mlp(...)
+    ...
+    residual += x, final_norm(residual)
+
+A norm and the layer that reads it are asked for together (`Kernels.norm_into`), as are the MLP's
+product and its last layer: where that one multiplies in FP8, rows are rounded as they are made.
 """
 
 from __future__ import annotations
@@ -58,15 +63,15 @@ class Attention:
     def __call__(
         self,
         kernels: Kernels,
-        x_TH: Tensor,
+        qkv_TE: Tensor,
         batch: AttentionBatch,
         kv_cache: KVCache,
         kv_scales: KVScales = UNSCALED,
     ) -> Tensor:
-        """Return [T, H]; the step's keys and values are in the cache afterwards."""
+        """Return [T, H] for what `qkv` made; the step's KV is in the cache afterwards."""
         k_cache, v_cache = kv_cache
         q_THd = kernels.rope_and_cache(
-            self.qkv(x_TH),
+            qkv_TE,
             self.rotary,
             batch,
             k_cache,
@@ -92,9 +97,9 @@ class GatedMlp:
     gate_up: Linear
     down: Linear
 
-    def __call__(self, kernels: Kernels, x_TH: Tensor) -> Tensor:
-        """Return [T, H]."""
-        return self.down(kernels.silu_mul(self.gate_up(x_TH)))
+    def __call__(self, kernels: Kernels, gate_up_T2F: Tensor) -> Tensor:
+        """Return [T, H] for what `gate_up` made."""
+        return kernels.silu_mul_into(self.down, gate_up_T2F)
 
 
 @dataclass(frozen=True)
@@ -130,17 +135,17 @@ class Decoder:
         kernels, eps = self.kernels, self.config.rms_norm_eps
         # `index_select` copies, so the residual may be summed in place.
         residual_TH = self.embedding.index_select(0, token_ids).to(torch.float32)
-        x_TH = kernels.rms_norm(residual_TH, self.layers[0].attention_norm, eps)
-        next_norms = [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
         scales = kv_scales or [UNSCALED] * len(self.layers)
-        for layer, kv_cache, layer_scales, next_norm_H in zip(
-            self.layers, kv_caches, scales, next_norms, strict=True
-        ):
-            x_TH = layer.attention(kernels, x_TH, batch, kv_cache, layer_scales)
-            x_TH = kernels.add_rms_norm(x_TH, residual_TH, layer.mlp_norm, eps)
-            x_TH = layer.mlp(kernels, x_TH)
-            x_TH = kernels.add_rms_norm(x_TH, residual_TH, next_norm_H, eps)
-        return x_TH
+        x_TH: Tensor | None = None  # before the first layer there is nothing to add
+        for layer, kv_cache, layer_scales in zip(self.layers, kv_caches, scales, strict=True):
+            attention, mlp = layer.attention, layer.mlp
+            y = kernels.norm_into(attention.qkv, x_TH, residual_TH, layer.attention_norm, eps)
+            x_TH = attention(kernels, y, batch, kv_cache, layer_scales)
+            y = kernels.norm_into(mlp.gate_up, x_TH, residual_TH, layer.mlp_norm, eps)
+            x_TH = mlp(kernels, y)
+        if x_TH is None:
+            return kernels.rms_norm(residual_TH, self.final_norm, eps)
+        return kernels.add_rms_norm(x_TH, residual_TH, self.final_norm, eps)
 
     @torch.inference_mode()
     def logits(self, hidden_RH: Tensor) -> Tensor:
