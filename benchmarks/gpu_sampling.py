@@ -30,6 +30,7 @@ FILTERS = {
     "min_p 0.05": {"min_p": 0.05},
     "penalties, top_p 0.95": {"top_p": 0.95, "repetition": 1.1, "history_rows": 0},
     "rank": {"wants_rank": 1},
+    "grammar, top_p 0.95": {"top_p": 0.95, "mask_rows": 0},
 }
 CHECKED = 16
 # Standard deviations of the logits.
@@ -41,6 +42,8 @@ def make_rows(count: int, vocab_size: int, settings: dict[str, float]) -> Sampli
         return torch.full((count,), settings.get(name, default), dtype=dtype, device="cuda")
 
     has_history = "history_rows" in settings
+    is_masked = "mask_rows" in settings
+    words = (count if is_masked else 0, -(-vocab_size // 32))
     kept = torch.arange(count, dtype=torch.int32, device="cuda")
     return SamplingRows(
         temperatures=column("temperatures", 1.0, torch.float32),
@@ -57,8 +60,8 @@ def make_rows(count: int, vocab_size: int, settings: dict[str, float]) -> Sampli
         edit_starts=torch.zeros(count + 1, dtype=torch.int32, device="cuda"),
         edit_ids=torch.zeros(0, dtype=torch.int32, device="cuda"),
         edit_values=torch.zeros(0, dtype=torch.float32, device="cuda"),
-        mask_rows=torch.full_like(kept, -1),
-        masks=torch.zeros(0, 1, dtype=torch.int32, device="cuda"),
+        mask_rows=kept if is_masked else torch.full_like(kept, -1),
+        masks=torch.randint(0, 2**31, words, dtype=torch.int32, device="cuda"),
         wants_rank=column("wants_rank", 0, torch.int32),
     )
 
