@@ -50,7 +50,7 @@ _LEAST_BUDGET_SHARE = 8
 _STEPS_TO_RECOVER = 64
 # What is kept for each running sequence when somebody starts on borrowed units. More costs
 # concurrency, less costs preemptions: docs/performance.md, "The block manager".
-_GROWTH_TOKENS = 18
+_GROWTH_TOKENS = 19
 _PATIENCE = 4
 """Preemptions after which a sequence waits for a full lease."""
 
