@@ -6,6 +6,7 @@ names serve everywhere: `--max-batch-size`, `TAILRACE_MAX_BATCH_SIZE`, `max-batc
 
 from __future__ import annotations
 
+import math
 import os
 import tomllib
 from dataclasses import asdict, dataclass, field, fields
@@ -78,6 +79,11 @@ class EngineConfig:
         0, "KV pool in tokens; 0 sizes it from the memory at hand (`kv_cache_gib`)."
     )
     kv_cache_gib: float = setting(2.0, "KV pool in GiB on a CPU, where kv-cache-tokens is 0.")
+    cpu_offload_gib: float = setting(
+        0.0,
+        "Host memory, in GiB, for the KV of preempted requests, where copying it is quicker than "
+        "computing it again; 0: it is computed again. Pinned where a GPU serves.",
+    )
     gpu_memory_utilization: float = setting(
         0.9, "Share of the GPU's memory for weights, KV and all else of this process."
     )
@@ -112,6 +118,10 @@ class EngineConfig:
         _at_least("context-length", self.context_length, 0)
         _at_least("kv-cache-tokens", self.kv_cache_tokens, 0)
         _at_least("threads", self.threads, 0)
+        if not 0.0 <= self.cpu_offload_gib < math.inf:
+            raise ConfigError(
+                f"--cpu-offload-gib {self.cpu_offload_gib}: must be a finite size, at least 0"
+            )
         if 0 < self.max_num_batched_tokens < self.max_batch_size:
             raise ConfigError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is below "

@@ -314,6 +314,14 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True):
     """Cached blocks given to another text."""
     runs_total: tuple[int, int, int] = (0, 0, 0)
     """Runs of 1, 2 and 4 blocks handed out."""
+    host_blocks: int = 0
+    """Blocks that host memory can hold for preempted requests."""
+    swapped_blocks: int = 0
+    """Blocks that it holds."""
+    swapped_out_blocks_total: int = 0
+    swapped_in_blocks_total: int = 0
+    block_bytes: int = 0
+    """Of KV in one block, over all layers."""
     steps_total: int = 0
     step_time_s: float = 0.0
     """Of the last step."""
@@ -368,6 +376,10 @@ class KvReport(msgspec.Struct, frozen=True, tag="kv"):
     reserved_blocks: int
     """Promised to requests that are still arriving."""
     tables: list[KvTable]
+    host_blocks: int = 0
+    """Blocks that host memory can hold for preempted requests."""
+    swapped_blocks: int = 0
+    """Blocks that it holds."""
 
 
 class ModelResolved(msgspec.Struct, frozen=True, tag="resolved"):

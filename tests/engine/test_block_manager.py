@@ -33,14 +33,19 @@ class Machine(RuleBasedStateMachine):
     size = 2
     num_units = 14
     names = Bundle("names")
+    swapped_names = Bundle("swapped_names")
     mixed_sizes = True
 
     def __init__(self):
         super().__init__()
-        self.blocks = BlockManager(self.num_units, self.size, mixed_sizes=self.mixed_sizes)
+        self.blocks = BlockManager(
+            self.num_units, self.size, mixed_sizes=self.mixed_sizes, host_places=6
+        )
         self.blocks._loose_units = 4  # which a larger pool affords
         self.kv: dict[tuple[int, int], tuple] = {}
+        self.host: dict[tuple[int, int], tuple] = {}
         self.open_: dict[str, ModelSequence] = {}
+        self.swapped: dict[str, ModelSequence] = {}
         self.opened = 0
 
     def name(self) -> str:
@@ -146,6 +151,55 @@ class Machine(RuleBasedStateMachine):
         with pytest.raises(EngineError, match=f"{name} holds no units"):
             self.blocks.close(sequence.table)
 
+    @rule(target=swapped_names, name=consumes(names))
+    def preempt(self, name):
+        """What is computed goes to the host where it has the places, else it is lost."""
+        sequence = self.open_.pop(name)
+        used, total = self.blocks.swapped_units, self.blocks.swapped_out_total
+        count = self.blocks.units_for(sequence.computed)
+        copy = self.blocks.swap_out(sequence.table, sequence.computed) if count else None
+        assert (copy is not None) is (0 < count <= 6 - used)
+        if copy is not None:
+            assert copy.units == sequence.units[:count]
+            self.copy(self.kv, copy.units, self.host, copy.places)
+            assert self.blocks.swapped_out_total == total + count
+        else:
+            sequence.computed = 0
+        self.blocks.close(sequence.table)
+        self.swapped[name] = sequence
+        return name
+
+    @rule(target=names, name=consumes(swapped_names), answer=st.sampled_from([1, 4, 20]))
+    def resume(self, name, answer):
+        sequence = self.swapped[name]
+        needed = self.blocks.demand(sequence.tokens, sequence.salt, len(sequence.tokens) + 1)
+        if needed > self.blocks.available_units:
+            self.blocks.drop_swapped(name)
+            del self.swapped[name]
+            return self.open(sequence.tokens, sequence.salt, answer, 1, self.name())
+        self.open(sequence.tokens, sequence.salt, answer, 1, name)
+        resumed = self.open_[name]
+        assert self.blocks.swapped_tokens(name) == sequence.computed
+        if sequence.computed > resumed.computed:
+            copy = self.blocks.swap_in(resumed.table)
+            self.copy(self.host, copy.places, self.kv, copy.units)
+            resumed.units = list(resumed.table.units)
+            resumed.computed = sequence.computed
+        else:
+            self.blocks.drop_swapped(name)
+        del self.swapped[name]
+        return name
+
+    @rule(name=consumes(swapped_names))
+    def abort_while_swapped_out(self, name):
+        self.blocks.drop_swapped(name)
+        del self.swapped[name]
+
+    def copy(self, source, froms, target, tos):
+        for from_, to in zip(froms, tos, strict=True):
+            for offset in range(self.size):
+                target[to, offset] = source.get((from_, offset))
+
     @rule(name=names)
     def misuse(self, name):
         sequence = self.open_[name]
@@ -167,6 +221,8 @@ class Machine(RuleBasedStateMachine):
             for position in range(sequence.computed):
                 place = sequence.units[position // self.size], position % self.size
                 assert self.kv[place] == sequence.text(position + 1)
+        on_host = sum(blocks.units_for(s.computed) for s in self.swapped.values())
+        assert blocks.swapped_units == on_host <= blocks.host_places
         owners = [s for s in self.open_.values() if s.table.lease.claim]
         if owners and not blocks.available_units:
             assert set(blocks.borrowers()) - {s.table.seq_id for s in owners}
@@ -174,8 +230,10 @@ class Machine(RuleBasedStateMachine):
     def teardown(self):
         for sequence in self.open_.values():
             self.blocks.close(sequence.table)
+        for name in self.swapped:
+            self.blocks.drop_swapped(name)
         self.blocks.check_integrity()
-        assert self.blocks.held_units == 0
+        assert self.blocks.held_units == self.blocks.swapped_units == 0
         assert self.blocks.leased_units == self.blocks.lent_units == 0
         assert self.blocks.available_units == self.blocks.unclaimed_units == self.num_units
 
@@ -405,6 +463,22 @@ def test_a_reservation_is_kept_from_others_that_are_short():
     other = blocks.open("other", [1] * 64, "")
     assert (other.lease.claim, other.lease.short) == (3, 5)
     assert blocks.open("a", [2] * 40, "").lease.claim == 5
+    blocks.check_integrity()
+
+
+def test_swapping_more_than_there_is_or_a_running_sequence_is_an_error():
+    blocks = BlockManager(8, SIZE, host_places=8)
+    table = run_through(blocks, "a", list(range(20)))
+    with pytest.raises(EngineError, match="a: 25 tokens to swap out of 24"):
+        blocks.swap_out(table, 25)
+    with pytest.raises(EngineError, match="a: 0 tokens to swap out"):
+        blocks.swap_out(table, 0)
+    with pytest.raises(EngineError, match="a is not swapped out"):
+        blocks.swap_in(table)
+    blocks.swap_out(table, 20)
+    with pytest.raises(IntegrityError, match="a table and is swapped out"):
+        blocks.check_integrity()
+    blocks.close(table)
     blocks.check_integrity()
 
 

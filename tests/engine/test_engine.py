@@ -67,13 +67,18 @@ def make_bench(
     late=False,
     predicted_s=None,
     target_s=None,
+    host_places=0,
 ) -> Bench:
     """Make an engine; a surprised one has only ever seen answers of one token.
 
     With a target, its steps are predicted to take 1 ms, and 0.1 ms more a token and decode.
     """
     blocks = BlockManager(
-        num_blocks, block_size, prefix_cache=prefix_cache, mixed_sizes=mixed_sizes
+        num_blocks,
+        block_size,
+        prefix_cache=prefix_cache,
+        mixed_sizes=mixed_sizes,
+        host_places=host_places,
     )
     runner = FakeRunner(block_size, **({"fail_when": fail_when} if fail_when else {}))
     runner.failure = failure
@@ -82,7 +87,13 @@ def make_bench(
     if target_s is not None:
         step_time.start(StepCosts(1e-3, 1e-4, 0, 1e-6, 1e-4, 1e-6), np.ones(5))
         pace = Pace(step_time, target_s, max(1, budget // 8), runner.whole_prompts)
-    scheduler = Scheduler(blocks, max_batch_size=slots, token_budget=budget, pace=pace)
+    scheduler = Scheduler(
+        blocks,
+        max_batch_size=slots,
+        token_budget=budget,
+        pace=pace,
+        swap_pays=(lambda tokens, units: tokens > units) if host_places else None,
+    )
     for _ in range(20 * surprised):
         scheduler.answers.observe(1)
     engine = Engine(
@@ -133,11 +144,21 @@ prompts = st.builds(
     prefix_cache=st.booleans(),
     mixed_sizes=st.booleans(),
     surprised=st.booleans(),
+    host_places=st.sampled_from([0, 5, 40]),
     abort_at=st.dictionaries(st.integers(0, 11), st.integers(0, 30), max_size=3),
     target_s=st.sampled_from([None, 0.0, 0.002]),
 )
-def test_output_is_the_models_whatever_is_batched_chunked_cached_preempted_or_aborted(
-    jobs, num_blocks, budget, slots, prefix_cache, mixed_sizes, surprised, abort_at, target_s
+def test_output_is_the_models_whatever_is_batched_chunked_cached_preempted_swapped_or_aborted(
+    jobs,
+    num_blocks,
+    budget,
+    slots,
+    prefix_cache,
+    mixed_sizes,
+    surprised,
+    host_places,
+    abort_at,
+    target_s,
 ):
     eos = frozenset({7})
     bench = make_bench(
@@ -147,6 +168,7 @@ def test_output_is_the_models_whatever_is_batched_chunked_cached_preempted_or_ab
         prefix_cache=prefix_cache,
         mixed_sizes=mixed_sizes,
         surprised=surprised,
+        host_places=host_places,
         eos=eos,
         target_s=target_s,
     )
@@ -174,8 +196,96 @@ def test_output_is_the_models_whatever_is_batched_chunked_cached_preempted_or_ab
         else:
             assert got == wanted
             assert bench.reasons[f"r-{i}"] == ("stop" if wanted[-1] in eos else "length")
-    assert bench.blocks.held_units == 0
+    assert bench.blocks.held_units == bench.blocks.swapped_units == 0
     assert bench.blocks.available_units == num_blocks
+
+
+def test_who_is_swapped_out_goes_on_where_it_was_and_computes_nothing_again():
+    jobs = [([i + 1] * 15, 30) for i in range(3)]
+    bench = make_bench(num_blocks=8, budget=32, prefix_cache=False, surprised=True, host_places=100)
+    for i, (prompt, answer) in enumerate(jobs):
+        bench.engine.add(request(f"r-{i}", prompt, answer))
+    bench.run()
+    stats = bench.engine.stats()
+    assert stats.preemptions_total > 0
+    assert stats.swapped_in_blocks_total == stats.swapped_out_blocks_total > 0
+    assert (stats.host_blocks, stats.swapped_blocks) == (100, 0)
+    for i, (prompt, answer) in enumerate(jobs):
+        assert bench.tokens[f"r-{i}"] == expected_output(prompt, answer, frozenset())
+    computed = sum(row.end - row.start for rows in bench.runner.steps for row in rows)
+    assert computed == sum(len(prompt) + answer - 1 for prompt, answer in jobs)
+
+
+def test_what_the_prefix_cache_still_has_is_not_copied_back():
+    bench = make_bench(num_blocks=9, budget=32, surprised=True, host_places=100)
+    for i in range(3):
+        bench.engine.add(request(f"r-{i}", [i + 1] * 15, 30))
+    bench.run()
+    stats = bench.engine.stats()
+    assert 0 < stats.swapped_in_blocks_total < stats.swapped_out_blocks_total
+    for i in range(3):
+        assert bench.tokens[f"r-{i}"] == expected_output([i + 1] * 15, 30, frozenset())
+
+
+def test_where_the_host_is_full_the_preempted_are_computed_again():
+    bench = make_bench(num_blocks=8, budget=32, prefix_cache=False, surprised=True, host_places=1)
+    for i in range(3):
+        bench.engine.add(request(f"r-{i}", [i + 1] * 15, 30))
+    bench.run()
+    stats = bench.engine.stats()
+    assert stats.preemptions_total > 0
+    assert stats.swapped_out_blocks_total == 0
+    for i in range(3):
+        assert bench.tokens[f"r-{i}"] == expected_output([i + 1] * 15, 30, frozenset())
+
+
+def test_an_abort_while_swapped_out_gives_the_places_back():
+    bench = make_bench(num_blocks=8, budget=32, prefix_cache=False, surprised=True, host_places=100)
+    for i in range(3):
+        bench.engine.add(request(f"r-{i}", [i + 1] * 15, 30))
+    for _ in range(100):
+        bench.step()
+        if bench.blocks.swapped_units:
+            break
+    swapped = [s for s in bench.engine.scheduler.waiting if s.preemptions]
+    assert swapped
+    bench.take(bench.engine.abort([s.request_id for s in swapped]))
+    assert bench.blocks.swapped_units == 0
+    bench.run()
+    assert sorted(bench.reasons.values()) == sorted(
+        ["abort"] * len(swapped) + ["length"] * (3 - len(swapped))
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    failing=st.sets(st.integers(1, 90), max_size=8),
+    host_places=st.sampled_from([6, 40]),
+    prefix_cache=st.booleans(),
+)
+def test_copies_of_a_step_that_failed_are_never_used(failing, host_places, prefix_cache):
+    """Nobody's answer is wrong: a request ends with an error, or as it would alone."""
+    counted = []
+
+    def fail_when(rows):
+        counted.append(rows)
+        return len(counted) in failing
+
+    bench = make_bench(
+        num_blocks=9,
+        budget=20,
+        prefix_cache=prefix_cache,
+        surprised=True,
+        host_places=host_places,
+        fail_when=fail_when,
+    )
+    for i in range(5):
+        bench.engine.add(request(f"r-{i}", [i + 1] * 12, 30))
+    bench.run()
+    for i in range(5):
+        got, wanted = bench.tokens[f"r-{i}"], expected_output([i + 1] * 12, 30, frozenset())
+        assert got == wanted if bench.reasons[f"r-{i}"] == "length" else got == wanted[: len(got)]
+    assert bench.blocks.held_units == bench.blocks.swapped_units == 0
 
 
 def test_no_step_exceeds_the_token_budget_and_each_runner_gets_its_token_in_every_step():

@@ -47,6 +47,13 @@ class Row:
     samples: bool
 
 
+class Rows(list):
+    """A step's rows, and what is copied before they are computed."""
+
+    swapped_out: list[tuple[list[int], list[int]]]
+    swapped_in: list[tuple[list[int], list[int]]]
+
+
 class LazyFuture:
     """Runs only when asked for its result, i.e. after the next step was scheduled and prepared."""
 
@@ -64,6 +71,7 @@ class FakeRunner:
     failure: type[Exception] = RuntimeError
     kv: dict[tuple[int, int], int] = field(default_factory=dict)
     last: dict[int, int] = field(default_factory=dict)
+    host: dict[tuple[int, int], int] = field(default_factory=dict)
     steps: list[list[Row]] = field(default_factory=list)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> LazyFuture:
@@ -87,8 +95,8 @@ class FakeRunner:
     def check_device(self) -> None:
         pass
 
-    def prepare(self, step: Step, blocks: BlockManager) -> list[Row]:
-        return [
+    def prepare(self, step: Step, blocks: BlockManager) -> Rows:
+        rows = Rows(
             Row(
                 slot=chunk.slot,
                 inputs=None
@@ -100,15 +108,22 @@ class FakeRunner:
                 samples=chunk.samples,
             )
             for chunk in step.chunks
-        ]
+        )
+        rows.swapped_out = [(copy.units, copy.places) for _, copy in step.swapped_out]
+        rows.swapped_in = [(copy.units, copy.places) for _, copy in step.swapped_in]
+        return rows
 
-    def execute(self, rows: list[Row]) -> StepResult:
+    def execute(self, rows: Rows) -> StepResult:
         self.steps.append(rows)
         if self.fail_when(rows):
             for row in rows:  # whoever reads on reads what no model ever wrote
                 self._write(replace(row, inputs=[-1] * (row.end - row.start)))
                 self.last[row.slot] = -1
             raise self.failure("the device said no")
+        for units, places in rows.swapped_out:
+            self._copy(self.kv, units, self.host, places)
+        for units, places in rows.swapped_in:
+            self._copy(self.host, places, self.kv, units)
         for row in rows:
             self._write(row)
         tokens = []
@@ -117,6 +132,13 @@ class FakeRunner:
                 tokens.append(next_token(self._read(row)))
                 self.last[row.slot] = tokens[-1]
         return StepResult(tokens, [None] * len(tokens))
+
+    def _copy(self, source: dict, froms: list[int], target: dict, tos: list[int]) -> None:
+        for from_, to in zip(froms, tos, strict=True):
+            for offset in range(self.block_size):
+                target.pop((to, offset), None)
+                if (from_, offset) in source:
+                    target[to, offset] = source[from_, offset]
 
     def _write(self, row: Row) -> None:
         inputs = [self.last[row.slot]] if row.inputs is None else row.inputs

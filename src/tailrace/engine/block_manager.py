@@ -16,6 +16,8 @@ Rules:
 5. A sequence gives its units back tail first, so a shared prefix outlives the tails grown from it.
 6. Entries of a table never change while it lives: lending moves promises (leases.py) and unwritten
    units, never a written one.
+7. A sequence that is swapped out has places on the host and no table. What its next table does not
+   find in the prefix cache is copied back from there.
 
     state      leaves by        to
     free       grow             held, or ahead (the rest of its run)
@@ -36,6 +38,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tailrace.engine.host_units import HostUnits, KvCopy
 from tailrace.engine.leases import Lease, Leases
 from tailrace.engine.prefix_cache import Parent, PrefixCache
 from tailrace.engine.unit_pool import GROUP, NONE, UnitPool
@@ -88,6 +91,7 @@ class BlockManager:
         unit_tokens: Tokens of a unit: the kernels' block size.
         prefix_cache: Whether full units can be found by, and shared with, later sequences.
         mixed_sizes: Whether blocks are runs of 1, 2 or 4 units; if not, always of 1.
+        host_places: Units that the host can hold for preempted sequences.
 
     Raises:
         EngineError: A pool without units, or units without room.
@@ -100,6 +104,7 @@ class BlockManager:
         *,
         prefix_cache: bool = True,
         mixed_sizes: bool = True,
+        host_places: int = 0,
     ) -> None:
         if unit_tokens < 1:
             raise EngineError(f"units of {unit_tokens} tokens: must be at least 1")
@@ -117,6 +122,9 @@ class BlockManager:
         self._holders = array("i", bytes(4 * num_units))
         self._tables: dict[str, Table] = {}
         self._leases = Leases()
+        self._host = HostUnits(host_places)
+        self.swapped_out_total = 0
+        self.swapped_in_total = 0
         self._reservations: dict[str, Lease] = {}
         self._spare: dict[str, Table] = {}
         self._loose_units = min(_MOST_LOOSE_UNITS, num_units // 64)
@@ -173,6 +181,16 @@ class BlockManager:
     def wide_share(self) -> float:
         """Share of the tables' entries that are aligned runs of 4, which could be loaded whole."""
         return GROUP * self._quads / self._entries if self._entries else 0.0
+
+    @property
+    def host_places(self) -> int:
+        """Units that the host can hold."""
+        return self._host.num_places
+
+    @property
+    def swapped_units(self) -> int:
+        """Units that the host holds."""
+        return self._host.used
 
     def units_for(self, num_tokens: int) -> int:
         """Units that so many tokens fill."""
@@ -395,6 +413,57 @@ class BlockManager:
         self._leases.settle(self.available_units)
         self.closings += 1
 
+    # What the host holds
+
+    def swap_out(self, table: Table, num_tokens: int) -> KvCopy | None:
+        """Keep the first tokens of a table that is about to be closed on the host.
+
+        Args:
+            table: Whose KV.
+            num_tokens: At least 1; what is computed, or will be when the copy is made.
+
+        Returns:
+            What to copy before anything writes to these units; None where the host is too full.
+
+        Raises:
+            EngineError: The sequence is swapped out already, or its table is shorter.
+        """
+        count = self.units_for(num_tokens)
+        if not 0 < count <= len(table.units):
+            raise EngineError(
+                f"sequence {table.seq_id}: {num_tokens} tokens to swap out of {table.capacity}"
+            )
+        places = self._host.put(table.seq_id, num_tokens, count)
+        if places is None:
+            return None
+        self.swapped_out_total += count
+        return KvCopy(table.units[:count], places)
+
+    def swapped_tokens(self, seq_id: str) -> int:
+        """Tokens whose KV the host holds for a sequence."""
+        swapped = self._host.get(seq_id)
+        return swapped.tokens if swapped is not None else 0
+
+    def swap_in(self, table: Table) -> KvCopy:
+        """Grow a new table to what the host holds of its sequence, and give the places back.
+
+        Returns:
+            What to copy before the sequence goes on; nothing of what the prefix cache had.
+
+        Raises:
+            EngineError: The sequence is not swapped out, or there are not enough units.
+        """
+        self.grow(table, self.swapped_tokens(table.seq_id))
+        places = self._host.take(table.seq_id).places
+        found = self.units_for(table.cached_tokens)
+        self.swapped_in_total += max(0, len(places) - found)
+        return KvCopy(table.units[found : len(places)], places[found:])
+
+    def drop_swapped(self, seq_id: str) -> None:
+        """Give up what the host holds of a sequence; does nothing where that is nothing."""
+        if self._host.get(seq_id) is not None:
+            self._host.take(seq_id)
+
     # Promises to those who have no table yet
 
     def reserve(self, holder: str, num_tokens: int) -> int:
@@ -435,6 +504,7 @@ class BlockManager:
         if self._cache is not None:
             self._cache.check_integrity()
         self._leases.check_integrity(self.available_units)
+        self._host.check_integrity(self.unit_tokens)
         held = Counter(unit for table in self._tables.values() for unit in table.units)
         ahead = [unit for table in self._tables.values() for unit in table.ahead]
         idle = [] if self._cache is None else list(self._cache.idle_units())
@@ -474,6 +544,8 @@ class BlockManager:
             raise IntegrityError("wide runs are miscounted")
         if self._reservations.keys() & self._tables.keys():
             raise IntegrityError("a sequence has a table and a reservation")
+        if self._host.holders & self._tables.keys():
+            raise IntegrityError("a sequence has a table and is swapped out")
 
     def _take_prefix(self, table: Table, token_ids: Sequence[int], salt: str) -> None:
         """Share the longest cached prefix; units that were idle must be paid for."""

@@ -27,7 +27,15 @@ import torch
 
 from tailrace.engine.device_sampler import NO_TOKEN
 from tailrace.engine.early_prompts import EARLY_SLOTS
-from tailrace.engine.runner import Admission, PromptRows, StepResult, prompt_rows, score_prompt
+from tailrace.engine.host_kv import HostKv
+from tailrace.engine.runner import (
+    Admission,
+    PromptRows,
+    StepResult,
+    prompt_rows,
+    score_prompt,
+    swap,
+)
 from tailrace.engine.staging import RING, Packed, Staging
 from tailrace.errors import DeviceMemoryError, EngineError
 from tailrace.kernels.attention_shapes import prefill_shape
@@ -321,6 +329,7 @@ class CudaRunner:
         """Steps with grammars, which a later step of theirs must wait for."""
         self._began: torch.cuda.Event | None = None
         self._ended: torch.cuda.Event | None = None
+        self._host: HostKv | None = None
         self._graphs: dict[Frame, torch.cuda.CUDAGraph] = {}
         self._graph_outputs: dict[Frame, tuple[torch.Tensor, torch.Tensor]] = {}
         self._buckets = graph_buckets(num_slots)
@@ -328,6 +337,20 @@ class CudaRunner:
         self._mixed = mixed_frames(num_slots, token_budget, self._shape.block_m, paced=paced)
         self._padded_sizes = padded_sizes(num_slots)
         self._pool: Any = None  # torch names the type of its handle only to itself
+
+    @property
+    def unit_bytes(self) -> int:
+        """Of KV in one unit, over all layers."""
+        return self.block_size * kv_bytes_per_token(self.model, self.kv_caches[0][0].dtype)
+
+    def keep_on_host(self, num_places: int) -> HostKv:
+        """Pin host memory for so many units of preempted sequences; once, at start.
+
+        Raises:
+            ConfigError: The host does not give the memory.
+        """
+        self._host = HostKv(self.kv_caches, num_places)
+        return self._host
 
     # The engine's thread
 
@@ -488,6 +511,7 @@ class CudaRunner:
         return result
 
     def _queue(self, prepared: PreparedDeviceStep) -> DeviceResult:
+        swap(self._host, prepared.step)
         self._began = self._mark()
         for slot in prepared.step.released:
             self.sampler.release(slot)

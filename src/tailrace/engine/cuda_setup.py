@@ -22,6 +22,7 @@ from tailrace.engine.cuda_runner import (
     mixed_frames,
 )
 from tailrace.engine.device_sampler import DeviceSampler
+from tailrace.engine.host_kv import STAGING_BYTES
 from tailrace.engine.kv_calibration import find_scales
 from tailrace.engine.setup import describe_kv
 from tailrace.errors import ConfigError
@@ -266,6 +267,8 @@ def plan_memory(
     # CUDA's own context: what the driver counts for a process and torch does not; other
     # processes' memory cannot be told from it, so it is taken at a fixed figure.
     later = _GRAPH_BYTES + later_bytes(config, model, kernels, token_budget, context) + activations
+    if config.cpu_offload_gib:
+        later += STAGING_BYTES
     overhead = (600 << 20) + later
     kv = min(allowed - weights - activations - overhead, free - activations - later)
     return MemoryPlan(total, allowed, weights, activations, overhead, max(kv, 0))

@@ -138,6 +138,7 @@ class Engine:
         step_time: Learns from every step; by default one that was not fitted and stays so.
         late_binding: Says how long to hold the next step; None: it is issued at once.
         grammars: Compiles them; None: requests with a grammar are refused.
+        block_bytes: Of KV in one unit; for the statistics.
     """
 
     def __init__(
@@ -153,6 +154,7 @@ class Engine:
         step_time: StepTimeModel | None = None,
         late_binding: LateBinding | None = None,
         grammars: GrammarCompiler | None = None,
+        block_bytes: int = 0,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -162,6 +164,7 @@ class Engine:
         self.step_time = step_time or StepTimeModel()
         self.meter = StepMeter()
         self._late = late_binding
+        self._block_bytes = block_bytes
         self._submit = submit
         self._clock = clock
         self._grammars = grammars
@@ -295,6 +298,11 @@ class Engine:
             lent_blocks_total=blocks.lent_units_total,
             evictions_total=blocks.evictions_total,
             runs_total=blocks.runs_total,
+            host_blocks=blocks.host_places,
+            swapped_blocks=blocks.swapped_units,
+            swapped_out_blocks_total=blocks.swapped_out_total,
+            swapped_in_blocks_total=blocks.swapped_in_total,
+            block_bytes=self._block_bytes,
             steps_total=count.steps,
             step_time_s=count.step_time_s,
             step_tokens=count.step_tokens,
@@ -322,6 +330,8 @@ class Engine:
             total_blocks=blocks.num_units,
             free_blocks=blocks.available_units,
             reserved_blocks=blocks.reserved_units,
+            host_blocks=blocks.host_places,
+            swapped_blocks=blocks.swapped_units,
             tables=[
                 KvTable(
                     request_id=table.seq_id,
@@ -449,6 +459,7 @@ class Engine:
             return self._fail_step(in_flight.step, error)
         now = self._clock()
         self._account(in_flight, result, now)
+        self.scheduler.retire_copies(in_flight.step)
         outputs = []
         sampled = 0
         for index, chunk in enumerate(in_flight.step.chunks):
@@ -602,6 +613,7 @@ class Engine:
         # The text may hold paths and the like: it is for the log, not for clients.
         message = f"the engine failed in this request's step ({type(error).__name__})"
         outputs = []
+        self.scheduler.retire_copies(step, failed=True)
         for chunk in step.chunks:
             self.scheduler.retire(chunk)
             if chunk.sequence.status is Status.ARRIVING:
@@ -628,6 +640,7 @@ class Engine:
             )
         else:
             log.warning("step_after_one_without_memory_failed", exc_info=error)
+        self.scheduler.retire_copies(step, failed=True)
         for chunk in step.chunks:
             self.scheduler.retire(chunk)
         following, self._in_flight = self._in_flight, None
@@ -635,27 +648,34 @@ class Engine:
             following.void = {chunk.sequence for chunk in step.chunks}
             outputs = self._collect(following)
         all_count = step.decodes == len(step.chunks)
+        swapped_in = {sequence for sequence, _ in step.swapped_in}
         for chunk in step.chunks:
             if chunk.sequence not in in_flight.void:
-                output = self._try_again(chunk, counts=all_count or chunk.num_tokens > 1)
+                start = chunk.start
+                if chunk.sequence in swapped_in and chunk.sequence.kv is not None:
+                    start = chunk.sequence.kv.cached_tokens  # nobody knows what was copied back
+                counts = all_count or chunk.num_tokens > 1
+                output = self._try_again(chunk.sequence, start, counts=counts)
                 outputs += [output] if output is not None else []
         return outputs
 
-    def _try_again(self, chunk: Chunk, *, counts: bool) -> TokenOutput | None:
+    def _try_again(self, sequence: Sequence, start: int, *, counts: bool) -> TokenOutput | None:
         """Rewind a request to before a chunk that brought nothing, or end it."""
-        sequence = chunk.sequence
         if sequence.status is Status.FINISHED:
             return None
         if not sequence.num_output:  # what came of its prompt's scores; none has been sent
             sequence.prompt_scored = max(0, len(sequence.prompt_logprobs) - 1)
         if sequence.status is not Status.RUNNING:  # preempted since, or computed early
             self.scheduler.early.drop(sequence, forget=True)
+            self.scheduler.blocks.drop_swapped(
+                sequence.request_id
+            )  # that chunk's KV would be in it
             sequence.spent.is_behind |= sequence.recover_to > 0
             return None
         if counts and sequence.memory_failures:
             return self._finish(sequence, "error", self._clock(), error=_NO_MEMORY, may_retry=True)
         sequence.memory_failures += counts
-        self.scheduler.rewind(sequence, chunk.start)
+        self.scheduler.rewind(sequence, start)
         return None
 
     def _note_victims(self, step: Step) -> None:

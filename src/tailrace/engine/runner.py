@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from tailrace.engine.host_kv import HostKv
+from tailrace.errors import EngineError
 from tailrace.kernels.attention_batch import AttentionBatch
 
 if TYPE_CHECKING:
@@ -140,6 +142,16 @@ class Runner:
         self.kv_caches = allocate_kv(model, num_blocks, block_size)
         self._last_tokens = torch.zeros(num_slots, dtype=torch.int64)
         self._watch = StepWatch()
+        self._host: HostKv | None = None
+
+    def keep_on_host(self, num_places: int) -> HostKv:
+        """Allocate host memory for so many units of preempted sequences; once, at start.
+
+        Raises:
+            ConfigError: The host does not give the memory.
+        """
+        self._host = HostKv(self.kv_caches, num_places)
+        return self._host
 
     @staticmethod
     def padded_decodes(decodes: int) -> int:
@@ -192,6 +204,7 @@ class Runner:
     @torch.inference_mode()
     def execute(self, prepared: PreparedStep) -> StepResult:
         """Run one step; called on the runner's thread only, in order of scheduling."""
+        swap(self._host, prepared.step)
         self._watch.begin()
         result = self._run(prepared)
         device_s, idle_s = self._watch.end()
@@ -228,6 +241,19 @@ class Runner:
             completed=sampled.completed,
             prompt_logprobs=prompt_logprobs,
         )
+
+
+def swap(host: HostKv | None, step: Step) -> None:
+    """Make a step's copies between pool and host; they are no part of the step's own time.
+
+    Raises:
+        EngineError: There are some, but no host memory.
+    """
+    if not step.swapped_out and not step.swapped_in:
+        return
+    if host is None:
+        raise EngineError("a step swaps KV, but the runner was given no host memory")
+    host.run((copy for _, copy in step.swapped_out), (copy for _, copy in step.swapped_in))
 
 
 class PromptScorer(Protocol):

@@ -10,9 +10,10 @@ Rules, in this order:
    borrowed units, where its prompt is available now and what remains lets everybody grow by a few
    tokens, in which somebody will likely end. Who was preempted four times needs a full lease.
 5. Out of units, a sequence inside its lease gets them back from the youngest borrower, which is
-   preempted (recomputed later). One beyond its lease can preempt only borrowers younger than
-   itself, else it is the one to go. So nobody is preempted inside a full lease, each preemption at
-   least doubles the lease that is asked for, and after the fourth it is a full one: everybody ends.
+   preempted: recomputed later, or swapped out where that is quicker. One beyond its lease can
+   preempt only borrowers younger than itself, else it is the one to go. So nobody is preempted
+   inside a full lease, each preemption at least doubles the lease that is asked for, and after the
+   fourth it is a full one: everybody ends.
 6. A prompt's chunk is cut to what is available before anybody is preempted for it.
 7. Nobody is admitted in a step that preempted somebody.
 8. What a step has left when nobody waits goes to prompts that are still arriving; they are the
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from tailrace.engine.block_manager import BlockManager, Table
+    from tailrace.engine.host_units import KvCopy
     from tailrace.engine.pace import Pace
 
 _LEAST_BUDGET_SHARE = 8
@@ -84,6 +86,10 @@ class Step:
     preempted: int = 0
     victims: list[Sequence] = field(default_factory=list)
     """Who was sent back."""
+    swapped_out: list[tuple[Sequence, KvCopy]] = field(default_factory=list)
+    """Copied to the host before anything else of the step; counts as a step in flight."""
+    swapped_in: list[tuple[Sequence, KvCopy]] = field(default_factory=list)
+    """Copied back after that."""
     num_tokens: int = 0
     """Positions to compute in all."""
     padding: int = 0
@@ -138,6 +144,8 @@ class Scheduler:
         padded_decodes: Rows that the device computes for so many decodes. What it adds counts
             against the budget of prompts, so that full steps are of sizes that it has captured.
         pace: Cuts the prompts of steps that carry decodes to a time; None: tokens alone count.
+        swap_pays: Whether computing so many tokens again takes longer than copying so many units
+            out and back; None: nobody is swapped out.
     """
 
     def __init__(
@@ -148,6 +156,7 @@ class Scheduler:
         token_budget: int,
         padded_decodes: Callable[[int], int] = lambda decodes: decodes,
         pace: Pace | None = None,
+        swap_pays: Callable[[int, int], bool] | None = None,
     ) -> None:
         if token_budget < max_batch_size:
             raise EngineError(f"token budget {token_budget} < max batch size {max_batch_size}")
@@ -170,6 +179,8 @@ class Scheduler:
         )
         self._free_slots = list(range(max_batch_size - 1, -1, -1))
         self._released: list[int] = []
+        self._swap_pays = swap_pays
+        self._swapped_out: list[tuple[Sequence, KvCopy]] = []
         self._refused: tuple[str, int] | None = None
         """Who did not fit, and how often anything had been given back by then."""
 
@@ -193,6 +204,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             self.early.drop(sequence, forget=forget)
             self.blocks.release(sequence.request_id)
+            self.blocks.drop_swapped(sequence.request_id)
         else:
             self._give_back(sequence, forget=forget)
             if sequence.num_output:
@@ -220,6 +232,7 @@ class Scheduler:
             step.released, self._released = self._released, []
             again = [s for s in self._rewound if s.status is Status.RUNNING]
             step.admitted, self._rewound = again + step.admitted, []
+            step.swapped_out, self._swapped_out = self._swapped_out, []
         self._note_issued(step)
         return step
 
@@ -257,6 +270,13 @@ class Scheduler:
             return  # private until its request has come whole
         if table is not None and chunk.end >= table.commit_at:
             self.blocks.commit(table, sequence.token_ids, chunk.end)
+
+    def retire_copies(self, step: Step, *, failed: bool = False) -> None:
+        """Note that a step's copies to the host are made, or that nobody knows what is there."""
+        for sequence, _ in step.swapped_out:
+            sequence.steps_in_flight -= 1
+            if failed:
+                self.blocks.drop_swapped(sequence.request_id)
 
     @staticmethod
     def retire(chunk: Chunk) -> None:
@@ -360,7 +380,7 @@ class Scheduler:
                     continue
                 return  # nobody overtakes: smaller ones cannot starve the first in order
             self.waiting.pop(0)
-            table = self._table_for(sequence)
+            table = self._table_for(step, sequence)
             if not sequence.preemptions:
                 sequence.cached_tokens = table.cached_tokens
             sequence.move("admit")
@@ -371,8 +391,8 @@ class Scheduler:
             self.blocks.grow(table, end)
             step.add(_chunk(sequence, end))
 
-    def _table_for(self, sequence: Sequence) -> Table:
-        """Open a table for who is admitted, or go on with the one filled early."""
+    def _table_for(self, step: Step, sequence: Sequence) -> Table:
+        """Open a table for who is admitted, or go on with the one filled early or swapped out."""
         expected = sequence.num_prompt + sequence.expected_output
         table = self.early.admit(sequence)
         if table is not None:
@@ -383,6 +403,12 @@ class Scheduler:
         )
         sequence.kv = table
         sequence.num_computed = table.cached_tokens
+        swapped = self.blocks.swapped_tokens(sequence.request_id)
+        if swapped > table.cached_tokens:
+            step.swapped_in.append((sequence, self.blocks.swap_in(table)))
+            sequence.num_computed = swapped
+        elif swapped:
+            self.blocks.drop_swapped(sequence.request_id)
         return table
 
     def _fits(self, sequence: Sequence) -> bool:
@@ -429,6 +455,7 @@ class Scheduler:
     def _preempt(self, step: Step, victim: Sequence) -> None:
         """Send a running sequence back to wait, to be recomputed."""
         step.drop(victim)
+        self._swap_out(victim)
         self._give_back(victim)
         step.victims.append(victim)
         victim.move("preempt")
@@ -463,6 +490,16 @@ class Scheduler:
         sequence.num_computed = num_computed
         self._rewound.append(sequence)
 
+    def _swap_out(self, victim: Sequence) -> None:
+        """Have the KV of who is preempted copied to the host, where that pays and there is room."""
+        tokens = victim.num_computed
+        if self._swap_pays is None or not tokens or not victim.wants_work:
+            return
+        if self._swap_pays(tokens, self.blocks.units_for(tokens)):
+            copy = self.blocks.swap_out(_table_of(victim), tokens)
+            if copy is not None:
+                self._swapped_out.append((victim, copy))
+
     def _give_back(self, sequence: Sequence, *, forget: bool = False) -> None:
         self.blocks.close(_table_of(sequence), forget=forget)
         sequence.kv = None
@@ -479,6 +516,8 @@ class Scheduler:
             chunk.sequence.steps_in_flight += 1
             if chunk.samples:
                 chunk.sequence.pending_tokens += 1
+        for sequence, _ in step.swapped_out:
+            sequence.steps_in_flight += 1
 
 
 def _table_of(sequence: Sequence) -> Table:

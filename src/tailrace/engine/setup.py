@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import structlog
@@ -20,7 +20,7 @@ from tailrace.engine.step_probes import ProbeRun, choose
 from tailrace.engine.step_time import StepTimeModel
 from tailrace.errors import ConfigError, EngineError
 from tailrace.text.grammar import GrammarCompiler
-from tailrace.types import EngineReady, EngineRequest, SamplingParams
+from tailrace.types import EngineReady, EngineRequest, SamplingParams, attended
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tailrace.config import EngineConfig
+    from tailrace.engine.host_kv import HostKv
     from tailrace.engine.step_time import StepLoad
     from tailrace.models.causal_lm import CausalLM
 
@@ -45,6 +46,18 @@ class Loaded:
     device: str
     grammars: GrammarCompiler | None
     step_time: StepTimeModel = field(default_factory=StepTimeModel)
+    host: HostMemory | None = None
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Memory for the KV of preempted sequences; see engine/host_kv.py."""
+
+    places: int
+    """Units that it holds."""
+    unit_bytes: int
+    unit_s: float
+    """To copy one of them one way, measured."""
 
 
 def thread_count(asked: int) -> int:
@@ -120,11 +133,13 @@ def load(config: EngineConfig, folder: Path) -> Loaded:
         block_size=config.kv_unit_tokens,
         num_slots=config.max_batch_size,
     )
+    host = take_host_memory(config, runner, config.kv_unit_tokens * kv_bytes_per_token(model))
     return Loaded(
         model=model,
         runner=runner,
-        blocks=make_blocks(config, num_blocks, prefix_cache=config.prefix_cache),
+        blocks=make_blocks(config, num_blocks, prefix_cache=config.prefix_cache, host=host),
         context_length=context,
+        host=host,
         device=f"cpu ({threads} threads, {kernels.name} kernels, {describe_weights(model)})",
         grammars=_load_grammars(folder, model),
     )
@@ -135,10 +150,12 @@ def _load_on_gpu(config: EngineConfig, folder: Path) -> Loaded:
     from tailrace.engine.cuda_setup import load_runner  # noqa: PLC0415
 
     runner, context, num_blocks, device = load_runner(config, folder, token_budget(config))
+    host = take_host_memory(config, runner, runner.unit_bytes)
     return Loaded(
         model=runner.model,
         runner=runner,
-        blocks=make_blocks(config, num_blocks, prefix_cache=config.prefix_cache),
+        host=host,
+        blocks=make_blocks(config, num_blocks, prefix_cache=config.prefix_cache, host=host),
         context_length=context,
         device=device,
         grammars=_load_grammars(folder, runner.model),
@@ -161,13 +178,75 @@ def _load_grammars(folder: Path, model: CausalLM) -> GrammarCompiler:
     return grammars
 
 
-def make_blocks(config: EngineConfig, num_units: int, *, prefix_cache: bool) -> BlockManager:
+class KeepsOnHost(Protocol):
+    """A runner that can copy KV to the host and back."""
+
+    def keep_on_host(self, num_places: int) -> HostKv:
+        """Allocate host memory for so many units."""
+        ...
+
+
+def take_host_memory(
+    config: EngineConfig, runner: KeepsOnHost, unit_bytes: int
+) -> HostMemory | None:
+    """Allocate `--cpu-offload-gib` of host memory and time copies to it; None where it is 0.
+
+    Raises:
+        ConfigError: It is less than a unit, or more than the machine has.
+    """
+    asked = int(config.cpu_offload_gib * 2**30)
+    if not asked:
+        return None
+    has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    places = asked // unit_bytes
+    if not places or asked > has:
+        raise ConfigError(
+            f"--cpu-offload-gib {config.cpu_offload_gib}: a unit of KV is {unit_bytes} bytes, and "
+            f"the machine has {has / 2**30:.1f} GiB; choose between"
+        )
+    started_s = time.monotonic()
+    kept = runner.keep_on_host(places)
+    host = HostMemory(places, unit_bytes, kept.measure_unit_s())
+    log.info(
+        "host_kv",
+        gib=round(kept.nbytes / 2**30, 3),
+        units=places,
+        copied_gb_per_s=round(unit_bytes / host.unit_s / 1e9, 2),
+        seconds=round(time.monotonic() - started_s, 2),
+    )
+    return host
+
+
+def swap_pays(loaded: Loaded) -> Callable[[int, int], bool] | None:
+    """Return what tells whether (tokens, units) are better copied out and back than computed again.
+
+    Tokens computed again go into steps that run anyway, so they cost what they add to those. Before
+    the model of step time is fitted (without warm-up) copying is taken to be the quicker.
+    """
+    host = loaded.host
+    if host is None:
+        return None
+
+    def pays(tokens: int, units: int) -> bool:
+        costs = loaded.step_time.costs
+        if costs is None:
+            return True
+        again_s = costs.token_s * tokens + costs.attention_s * attended(0, tokens)
+        return 2 * units * host.unit_s < again_s
+
+    return pays
+
+
+def make_blocks(
+    config: EngineConfig, num_units: int, *, prefix_cache: bool, host: HostMemory | None = None
+) -> BlockManager:
     """Make the pool's block manager."""
     return BlockManager(
         num_units,
         config.kv_unit_tokens,
         prefix_cache=prefix_cache,
         mixed_sizes=config.mixes_block_sizes,
+        host_places=host.places if host is not None else 0,
     )
 
 
@@ -213,6 +292,7 @@ def make_engine(config: EngineConfig, loaded: Loaded, submit: Callable[..., Futu
         token_budget=token_budget(config),
         padded_decodes=loaded.runner.padded_decodes,
         pace=_pace(config, loaded),
+        swap_pays=swap_pays(loaded),
     )
     return Engine(
         scheduler,
@@ -225,6 +305,7 @@ def make_engine(config: EngineConfig, loaded: Loaded, submit: Callable[..., Futu
         step_time=loaded.step_time,
         late_binding=LateBinding() if config.late_binding else None,
         grammars=loaded.grammars,
+        block_bytes=loaded.host.unit_bytes if loaded.host is not None else 0,
     )
 
 

@@ -237,6 +237,9 @@ def _engine_gauges(stats: EngineStats) -> Iterator[Metric]:
     yield _gauge("kv_cache_leased_blocks", "KV blocks promised ahead of need", stats.leased_blocks)
     yield _gauge("kv_cache_lent_blocks", "Promised KV blocks that others hold", stats.lent_blocks)
     yield _gauge("kv_cache_wide_share", "Share of table entries in runs of 4", stats.wide_share)
+    if stats.host_blocks:
+        yield _gauge("kv_cache_host_blocks", "KV blocks that the host can hold", stats.host_blocks)
+        yield _gauge("kv_cache_swapped_blocks", "KV blocks on the host", stats.swapped_blocks)
     yield _gauge("engine_step_seconds", "The last step's time", stats.step_time_s)
     yield _gauge("engine_step_tokens", "The last step's tokens", stats.step_tokens)
     info = GaugeMetricFamily(
@@ -315,6 +318,15 @@ def _block_counters(stats: EngineStats) -> Iterator[Metric]:
     yield sizes
     yield _counter("kv_cache_blocks_lent", "KV blocks ever lent", stats.lent_blocks_total)
     yield _counter("kv_cache_evictions", "Cached blocks given to others", stats.evictions_total)
+    if stats.host_blocks:
+        for way, blocks in (
+            ("out", stats.swapped_out_blocks_total),
+            ("in", stats.swapped_in_blocks_total),
+        ):
+            yield _counter(f"kv_cache_blocks_swapped_{way}", "KV blocks copied, host", blocks)
+            yield _counter(
+                f"kv_cache_swapped_{way}_bytes", "The same in bytes", blocks * stats.block_bytes
+            )
 
 
 def _step_costs(stats: EngineStats) -> Iterator[Metric]:

@@ -1,0 +1,66 @@
+import pytest
+import torch
+
+from tailrace.engine.host_kv import HostKv, runs
+from tailrace.engine.host_units import KvCopy
+
+UNITS, HEADS, SIZE, DIM, LAYERS = 7, 2, 8, 4, 3
+
+
+def caches(layout: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A pool of random KV as the CPU's runner stores it, or as the GPU's does."""
+    pairs = []
+    for _ in range(LAYERS):
+        if layout == "token-major":
+            k, v = torch.randn(2, UNITS, SIZE, HEADS, DIM)
+            pairs.append((k.permute(0, 2, 3, 1), v.permute(0, 2, 1, 3)))
+        else:
+            k, v = torch.randn(UNITS, HEADS, DIM, SIZE), torch.randn(UNITS, HEADS, SIZE, DIM)
+            pairs.append((k, v))
+    return pairs
+
+
+@pytest.mark.parametrize("layout", ["token-major", "blocked"])
+@pytest.mark.parametrize("staged", [1, 2, 5])
+def test_what_goes_out_comes_back_to_other_units_and_nothing_else_changes(layout, staged):
+    pool = caches(layout)
+    host = HostKv(pool, 6)
+    host._staging = host._staging[:staged]  # as of a model with larger units
+    before = [(k.clone(), v.clone()) for k, v in pool]
+    host.run([KvCopy([4, 1, 6], [2, 3, 5])], [])
+    for k, v in pool:
+        k[[4, 1, 6]] = torch.nan
+        v[[4, 1, 6]] = torch.nan
+    host.run([], [KvCopy([0, 6, 4], [2, 3, 5])])
+    for (k, v), (old_k, old_v) in zip(pool, before, strict=True):
+        for now, old in ((k, old_k), (v, old_v)):
+            assert torch.equal(now[[0, 6, 4]], old[[4, 1, 6]])
+            assert torch.equal(now[[2, 3, 5]], old[[2, 3, 5]])
+            assert now[1].isnan().all()
+
+
+def test_out_comes_before_back_so_a_place_may_change_hands_in_one_step():
+    pool = caches("blocked")
+    k = pool[0][0]
+    old = k.clone()
+    host = HostKv(pool, 1)
+    host.run([KvCopy([3], [0])], [])
+    host.run([KvCopy([5], [0])], [KvCopy([2], [0])])
+    assert torch.equal(k[2], old[5])
+
+
+def test_sizes_are_those_of_all_layers_and_measuring_leaves_the_pool_alone():
+    pool = caches("token-major")
+    before = [(k.clone(), v.clone()) for k, v in pool]
+    host = HostKv(pool, 4)
+    assert host.unit_bytes == 2 * LAYERS * HEADS * SIZE * DIM * 4
+    assert host.nbytes == 4 * host.unit_bytes
+    assert host.measure_unit_s() > 0
+    for now, old in zip(pool, before, strict=True):
+        assert torch.equal(now[0], old[0])
+        assert torch.equal(now[1], old[1])
+
+
+def test_runs_are_the_stretches_that_count_up():
+    assert list(runs([4, 5, 6, 2, 3, 9])) == [(0, 3, 4), (3, 5, 2), (5, 6, 9)]
+    assert list(runs([])) == []
