@@ -51,6 +51,8 @@ def test_the_block_size_is_a_unit_or_a_mix_of_sizes_over_the_smallest():
         ("gpus", "0,1", "several GPUs is not in this version"),
         ("kv_cache_dtype", "fp8", "float8 needs a GPU .* keeps KV in float32"),
         ("context_length", -1, "at least 0"),
+        ("cpu_offload_gib", -1.0, "at least 0"),
+        ("cpu_offload_gib", float("inf"), "finite"),
         ("max_num_batched_tokens", 3, "--max-num-batched-tokens 3 is below --max-batch-size"),
     ],
 )

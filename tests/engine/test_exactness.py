@@ -19,7 +19,7 @@ from tailrace.engine.engine import Engine
 from tailrace.engine.runner import Runner
 from tailrace.engine.sampler import Sampler
 from tailrace.engine.scheduler import Scheduler
-from tailrace.engine.setup import make_blocks
+from tailrace.engine.setup import HostMemory, make_blocks
 from tailrace.kernels.select import select
 from tailrace.models.loader import load_model
 from tailrace.types import EngineRequest, GrowPrompt, SamplingParams
@@ -48,6 +48,7 @@ class Model:
         prefix_cache: bool = True,
         surprised: bool = False,
         num_units: int = NUM_BLOCKS,
+        host_places: int = 0,
     ) -> Engine:
         """Make an engine; a surprised one has only ever seen answers of one token."""
         config = self.model.config
@@ -55,13 +56,19 @@ class Model:
         unit = settings.kv_unit_tokens
         sampler = Sampler(SLOTS, config.vocab_size, config.eos_token_ids, 0)
         runner = Runner(self.model, sampler, num_blocks=num_units, block_size=unit, num_slots=SLOTS)
+        host = None
+        if host_places:
+            kept = runner.keep_on_host(host_places)
+            kept._host.fill_(torch.nan)
+            host = HostMemory(host_places, kept.unit_bytes, unit_s=0.0)
         for k_cache, v_cache in runner.kv_caches:
             k_cache.fill_(torch.nan)
             v_cache.fill_(torch.nan)
         scheduler = Scheduler(
-            make_blocks(settings, num_units, prefix_cache=prefix_cache),
+            make_blocks(settings, num_units, prefix_cache=prefix_cache, host=host),
             max_batch_size=SLOTS,
             token_budget=budget,
+            swap_pays=None if host is None else lambda tokens, units: True,
         )
         for _ in range(20 * surprised):
             scheduler.answers.observe(1)
@@ -180,6 +187,25 @@ def test_preempted_sequences_continue_as_if_nothing_had_happened(model):
     assert generate(engine, prompts, 40) == alone
     assert engine.scheduler.preemptions_total > 0
     assert engine.scheduler.blocks.lent_units_total > 0
+
+
+@pytest.mark.parametrize("block_size", ["auto", "16"])
+@pytest.mark.parametrize("prefix_cache", [True, False], ids=["cached", "uncached"])
+def test_swapped_sequences_continue_as_if_nothing_had_happened(model, block_size, prefix_cache):
+    prompts = [[i * 11 + 1] * 30 for i in range(5)]
+    alone = [generate(model.engine(budget=1000), [prompt], 40)[0] for prompt in prompts]
+    engine = model.engine(
+        budget=64,
+        block_size=block_size,
+        prefix_cache=prefix_cache,
+        surprised=True,
+        num_units=24 if block_size == "auto" else 12,
+        host_places=40,
+    )
+    assert generate(engine, prompts, 40) == alone
+    blocks = engine.scheduler.blocks
+    assert blocks.swapped_in_total > 0
+    assert blocks.swapped_units == 0
 
 
 def test_seeded_sampling_is_the_same_in_any_company_and_after_a_preemption(model):

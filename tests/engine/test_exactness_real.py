@@ -71,3 +71,18 @@ def test_lent_blocks_preemptions_and_hits_leave_the_answers_as_they_are(
     for _ in range(2):
         assert generate(engine, prompts, NEW_TOKENS) == alone
     assert engine.scheduler.blocks.hit_tokens_total >= 4 * 32
+
+
+@pytest.mark.parametrize("block_size", ["auto", "16"])
+def test_swapping_leaves_the_answers_as_they_are(model, prompts, alone, block_size):
+    unit = EngineConfig(block_size=block_size).kv_unit_tokens
+    engine = model.engine(
+        budget=48,
+        block_size=block_size,
+        prefix_cache=False,
+        surprised=True,
+        num_units=128 // unit,
+        host_places=256 // unit,
+    )
+    assert generate(engine, prompts, NEW_TOKENS) == alone
+    assert engine.scheduler.blocks.swapped_in_total > 0

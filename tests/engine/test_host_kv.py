@@ -39,6 +39,18 @@ def test_what_goes_out_comes_back_to_other_units_and_nothing_else_changes(layout
             assert now[1].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "f8"])
+def test_any_dtype_is_copied_bit_for_bit(dtype):
+    pool = [(torch.randn(UNITS, SIZE, HEADS, DIM).to(dtype).permute(0, 2, 3, 1),) * 2]
+    before = pool[0][0].clone()
+    host = HostKv(pool, 2)
+    host.run([KvCopy([6, 0], [0, 1])], [])
+    host.run([], [KvCopy([3, 2], [1, 0])])
+    words = [tensor.float() for tensor in (pool[0][0][[3, 2]], before[[0, 6]])]
+    assert torch.equal(*words)
+    assert host.unit_bytes == 2 * SIZE * HEADS * DIM * dtype.itemsize
+
+
 def test_out_comes_before_back_so_a_place_may_change_hands_in_one_step():
     pool = caches("blocked")
     k = pool[0][0]

@@ -1,8 +1,13 @@
+import numpy as np
 import pytest
+import torch
 
 from tailrace.config import EngineConfig
 from tailrace.engine import setup
+from tailrace.engine.block_manager import BlockManager
+from tailrace.engine.host_kv import HostKv
 from tailrace.errors import ConfigError
+from tailrace.types import StepCosts
 
 
 def test_the_pool_follows_the_memory_given_to_it():
@@ -47,3 +52,43 @@ def test_threads_are_pinned_and_their_spinning_bounded_unless_the_user_said_othe
     assert environ["GOMP_SPINCOUNT"] == "7"
     for name in ("OMP_NUM_THREADS", "GOMP_CPU_AFFINITY"):
         monkeypatch.delenv(name)
+
+
+class Keeper:
+    """A runner with a pool of one layer."""
+
+    def __init__(self):
+        self.kv_caches = [(torch.zeros(4, 1, 8, 8), torch.zeros(4, 1, 8, 8))]
+
+    def keep_on_host(self, num_places: int) -> HostKv:
+        return HostKv(self.kv_caches, num_places)
+
+
+def test_host_memory_is_taken_in_whole_units_and_copies_are_timed():
+    unit = 2 * 8 * 8 * 4
+    host = setup.take_host_memory(EngineConfig(cpu_offload_gib=10.5 * unit / 2**30), Keeper(), unit)
+    assert (host.places, host.unit_bytes) == (10, unit)
+    assert host.unit_s > 0
+    assert setup.take_host_memory(EngineConfig(), Keeper(), unit) is None
+
+
+@pytest.mark.parametrize("gib", [1e-9, 1e6])
+def test_host_memory_of_less_than_a_unit_or_more_than_the_machine_has_is_refused(gib):
+    with pytest.raises(ConfigError, match="--cpu-offload-gib"):
+        setup.take_host_memory(EngineConfig(cpu_offload_gib=gib), Keeper(), 512)
+
+
+def test_swapping_pays_where_copying_is_quicker_than_computing_again():
+    blocks = BlockManager(4, 8)
+    host = setup.HostMemory(places=100, unit_bytes=1, unit_s=0.5e-3)
+    loaded = setup.Loaded(None, None, blocks, 64, "", host=host)
+    pays = setup.swap_pays(loaded)
+    assert pays(80, 10)  # nothing is known yet of how long computing takes
+    costs = StepCosts(
+        base_s=1.0, token_s=1e-4, free_rows=8, attention_s=1e-6, decode_s=0.0, kv_s=0.0
+    )
+    loaded.step_time.start(costs, np.ones(5))
+    # Ten units: 10 ms out and back; 80 tokens: 8 ms, and 3.24 ms for their 3240 pairs.
+    assert pays(80, 10)
+    assert not pays(60, 8)
+    assert setup.swap_pays(setup.Loaded(None, None, blocks, 64, "")) is None

@@ -218,6 +218,24 @@ def test_without_a_warm_up_no_costs_are_shown():
     assert not any("step_cost" in name or "host_seconds" in name for name in names)
 
 
+def test_what_is_swapped_is_shown_in_blocks_and_bytes_where_there_is_host_memory():
+    swapping = stats(
+        host_blocks=100,
+        swapped_blocks=7,
+        swapped_out_blocks_total=30,
+        swapped_in_blocks_total=20,
+        block_bytes=512,
+    )
+    text = Metrics().render(stats=swapping)
+    assert value(text, "kv_cache_host_blocks") == 100
+    assert value(text, "kv_cache_swapped_blocks") == 7
+    assert value(text, "kv_cache_blocks_swapped_out_total") == 30
+    assert value(text, "kv_cache_blocks_swapped_in_total") == 20
+    assert value(text, "kv_cache_swapped_out_bytes_total") == 30 * 512
+    assert value(text, "kv_cache_swapped_in_bytes_total") == 20 * 512
+    assert b"swapped" not in Metrics().render(stats=stats())
+
+
 def test_before_the_engine_has_reported_its_families_are_absent_not_zero():
     names = {name for name, *_ in samples(Metrics().render())}
     assert "tailrace:num_requests_running" not in names

@@ -2,7 +2,7 @@
 
 A place holds one unit of all layers in one piece:
 
-    host      [places, layers x (K, V), elements of a unit]     pinned where a GPU copies
+    host      [places, layers x (K, V), words of a unit]        pinned where a GPU copies
     staging   the same for a few units, on the device: gathered there, then copied run by run
 
 Copies are queued on the runner's stream between two steps, so they need no events of their own: the
@@ -116,6 +116,9 @@ def runs(places: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _as_stored(cache: torch.Tensor) -> torch.Tensor:
-    """Return the view [units, elements] of a cache whose units lie in one piece each."""
+    """Return the view [units, words] of a cache whose units lie in one piece each.
+
+    Words of 8 bytes, whatever the dtype: gathering needs no arithmetic, which float8 has not.
+    """
     order = sorted(range(1, cache.dim()), key=cache.stride, reverse=True)
-    return cache.permute(0, *order).view(cache.shape[0], -1)
+    return cache.permute(0, *order).view(cache.shape[0], -1).view(torch.int64)

@@ -323,9 +323,9 @@ def _block_counters(stats: EngineStats) -> Iterator[Metric]:
             ("out", stats.swapped_out_blocks_total),
             ("in", stats.swapped_in_blocks_total),
         ):
-            yield _counter(f"kv_cache_blocks_swapped_{way}", "KV blocks copied, host", blocks)
+            yield _counter(f"kv_cache_blocks_swapped_{way}", f"KV blocks swapped {way}", blocks)
             yield _counter(
-                f"kv_cache_swapped_{way}_bytes", "The same in bytes", blocks * stats.block_bytes
+                f"kv_cache_swapped_{way}_bytes", "The same, in bytes", blocks * stats.block_bytes
             )
 
 
