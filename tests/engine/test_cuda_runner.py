@@ -98,11 +98,16 @@ def gpu_runner(folder, kind):
     return runner
 
 
-def generate(runner, requests, *, arriving=False):
+def generate(runner, requests, *, arriving=False, blocks=None):
     """Return each request's tokens; those arriving have their prompts sent ahead of them."""
-    blocks = BlockManager(BLOCKS, BLOCK, prefix_cache=False)
+    blocks = blocks or BlockManager(BLOCKS, BLOCK, prefix_cache=False)
     engine = Engine(
-        Scheduler(blocks, max_batch_size=SLOTS, token_budget=BUDGET),
+        Scheduler(
+            blocks,
+            max_batch_size=SLOTS,
+            token_budget=BUDGET,
+            swap_pays=(lambda tokens, units: True) if blocks.host_places else None,
+        ),
         runner,
         submit=run_now,
         clock=monotonic,
@@ -166,6 +171,24 @@ def test_padded_frames_give_the_same_tokens(folder, truth):
     runner = gpu_runner(folder, Framed)
     assert generate(runner, make_requests(temperature=0.0)) == truth
     assert {frame.tokens for frame in runner.frames if frame} >= {0, BUDGET - SLOTS}
+
+
+def test_swapped_sequences_give_the_same_tokens(folder):
+    requests = [
+        EngineRequest(
+            request_id=str(index),
+            token_ids=[index * 7 + 1] * 15,
+            sampling=SamplingParams(max_tokens=22, temperature=0.0, ignore_eos=True),
+            arrival_s=float(index),
+        )
+        for index in range(2)
+    ]
+    expected = generate(cpu_runner(folder), requests)
+    runner = gpu_runner(folder, CudaRunner)
+    runner.keep_on_host(8)
+    blocks = BlockManager(5, BLOCK, prefix_cache=False, host_places=8)
+    assert generate(runner, requests, blocks=blocks) == expected
+    assert blocks.swapped_in_total == blocks.swapped_out_total > 0
 
 
 def test_sampled_rows_draw_as_on_the_cpu(folder):
