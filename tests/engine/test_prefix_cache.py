@@ -89,8 +89,9 @@ def test_a_forgotten_unit_is_neither_found_nor_idle():
     [
         lambda c: c._found.clear(),
         lambda c: c._keys.__setitem__(0, b""),
-        lambda c: c._entries.__setitem__(0, 0),
-        lambda c: c._entries.__setitem__(0, c._entries[1]),
+        lambda c: c._found.__setitem__(c._keys[0], 0),
+        lambda c: c._found.__setitem__(c._keys[0], c._found[c._keys[1]]),
+        lambda c: c._found.__setitem__(c._keys[0], c._found[c._keys[1]] - 1),
         lambda c: c._idle.__setitem__(17, None),
     ],
 )

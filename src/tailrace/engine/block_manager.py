@@ -368,16 +368,16 @@ class BlockManager:
                 f"sequence {table.seq_id}: {num_computed} tokens computed, but {len(token_ids)} "
                 f"known and units for {table.capacity} held"
             )
-        cache, size = self._cache, self.unit_tokens
-        if cache is None or table.commit_at == _NEVER:
+        end = table.commit_at
+        if num_computed < end or self._cache is None:
             return
-        start, parent = table.known * size, table.parent
-        while (end := start + size) <= num_computed:
-            parent = cache.add(parent, token_ids[start:end], table.units[table.known])
-            table.known += 1
-            start = end
-        table.parent = parent
-        table.commit_at = end
+        add, units, size = self._cache.add, table.units, self.unit_tokens
+        known, parent = table.known, table.parent
+        while end <= num_computed:
+            parent = add(parent, token_ids[end - size : end], units[known])
+            known += 1
+            end += size
+        table.known, table.parent, table.commit_at = known, parent, end
 
     def close(self, table: Table, *, forget: bool = False) -> None:
         """Give back what a sequence holds and is promised.

@@ -15,7 +15,6 @@ give units back tail first, so that happens only where two computed the same tex
 from __future__ import annotations
 
 import struct
-from array import array
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
@@ -26,6 +25,10 @@ if TYPE_CHECKING:
 
 Parent = int | str
 """The serial number of an entry, or the salt."""
+
+
+_SHIFT = 32
+_UNIT = (1 << _SHIFT) - 1
 
 
 class PrefixCache:
@@ -39,10 +42,11 @@ class PrefixCache:
     def __init__(self, num_units: int, unit_tokens: int) -> None:
         self.unit_tokens = unit_tokens
         self._pack = struct.Struct(f"<Q{unit_tokens}I").pack
+        # The entry's serial number, shifted by `_SHIFT` bits, and the unit: one object, and one
+        # place in memory to go to, where a million of them do not stay in the processor's cache.
         self._found: dict[bytes, int] = {}
-        # By unit; empty, and 0, where it is not known.
+        # By unit; empty where it is not known.
         self._keys = [b""] * num_units
-        self._entries = array("Q", bytes(8 * num_units))
         self._last_serial = 0
         self._idle: OrderedDict[int, None] = OrderedDict()
 
@@ -77,23 +81,24 @@ class PrefixCache:
             return units, parent
         size, found = self.unit_tokens, self._found
         for start in range(0, (len(token_ids) - 1) // size * size, size):
-            unit = found.get(self._key(parent, token_ids[start : start + size]))
-            if unit is None:
+            entry = found.get(self._key(parent, token_ids[start : start + size]))
+            if entry is None:
                 break
-            units.append(unit)
-            parent = self._entries[unit]
+            units.append(entry & _UNIT)
+            parent = entry >> _SHIFT
         return units, parent
 
     def add(self, parent: Parent, token_ids: Sequence[int], unit: int) -> int:
         """Make a full unit known; return its entry, or that of the unit with the same text."""
-        is_entry = isinstance(parent, int)
+        is_entry = parent.__class__ is int
         key = self._pack(parent, *token_ids) if is_entry else self._key(parent, token_ids)
-        known = self._found.setdefault(key, unit)
-        if known != unit:
-            return self._entries[known]
-        serial = self._last_serial = self._last_serial + 1
+        serial = self._last_serial + 1
+        entry = serial << _SHIFT | unit
+        known = self._found.setdefault(key, entry)
+        if known is not entry:
+            return known >> _SHIFT
+        self._last_serial = serial
         self._keys[unit] = key
-        self._entries[unit] = serial
         return serial
 
     def forget(self, unit: int) -> None:
@@ -101,7 +106,7 @@ class PrefixCache:
         key = self._keys[unit]
         if key:
             del self._found[key]
-            self._keys[unit], self._entries[unit] = b"", 0
+            self._keys[unit] = b""
             self._idle.pop(unit, None)
 
     def rest(self, unit: int) -> None:
@@ -119,7 +124,7 @@ class PrefixCache:
         """Forget the unit that has been idle longest, and return it."""
         unit, _ = self._idle.popitem(last=False)
         del self._found[self._keys[unit]]
-        self._keys[unit], self._entries[unit] = b"", 0
+        self._keys[unit] = b""
         return unit
 
     def _key(self, parent: Parent, token_ids: Sequence[int]) -> bytes:
@@ -136,12 +141,11 @@ class PrefixCache:
             IntegrityError: They do not.
         """
         known = {unit: key for unit, key in enumerate(self._keys) if key}
-        if self._found != {key: unit for unit, key in known.items()}:
+        units = {key: entry & _UNIT for key, entry in self._found.items()}
+        if units != {key: unit for unit, key in known.items()}:
             raise IntegrityError("keys and cached units disagree")
-        entries = {unit: entry for unit, entry in enumerate(self._entries) if entry}
-        if entries.keys() != known.keys():
-            raise IntegrityError("entries and cached units disagree")
         if self._idle.keys() - known.keys():
             raise IntegrityError("an idle unit is not in the prefix cache")
-        if len(set(entries.values())) != len(entries):
+        serials = {entry >> _SHIFT for entry in self._found.values()}
+        if len(serials) != len(known) or 0 in serials:
             raise IntegrityError("two entries of the prefix cache have one serial number")
