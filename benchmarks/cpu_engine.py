@@ -3,9 +3,12 @@
     python benchmarks/cpu_engine.py --rounds 5 \
         --llama-batched-bench build/bin/llama-batched-bench --gguf f16.gguf --gguf q4_1.gguf
 
-Each round runs every engine once, one after the other (A B C, A B C, ...), each in a process of its
-own; the table shows medians over the rounds and, for the peers, the median of the ratios taken
-round by round, so that a machine whose speed drifts does not decide.
+    python benchmarks/cpu_engine.py --rounds 7 --block-size 8 --also-block-size 16 --no-long-steps
+
+compares block sizes in the same way. Each round runs every engine once, one after the other (A B C,
+A B C, ...), each in a process of its own; the table shows medians over the rounds and, for the
+peers, the median of the ratios taken round by round, so that a machine whose speed drifts does not
+decide.
 
 Two phases are timed, as llama-batched-bench does (`S_PP`, `S_TG`). Prefill: n requests of 512
 random prompt tokens arrive at once and ask for one token. Decode: the same prompts come again, are
@@ -53,10 +56,15 @@ def main() -> None:
         return
     engines = {
         "tailrace": lambda: run_tailrace(arguments, 0),
-        "tailrace, 512-token steps": lambda: run_tailrace(arguments, 512),
     }
+    if not arguments.no_long_steps:
+        engines["tailrace, 512-token steps"] = lambda: run_tailrace(arguments, 512)
     for dtype in arguments.also_dtype:
         engines[f"tailrace {dtype}"] = lambda dtype=dtype: run_tailrace(arguments, 0, dtype)
+    for size in arguments.also_block_size:
+        engines[f"tailrace, blocks of {size}"] = lambda size=size: run_tailrace(
+            arguments, 0, block_size=size
+        )
     for gguf in arguments.gguf:
         engines[f"llama.cpp {Path(gguf).stem}"] = lambda gguf=gguf: run_llama(arguments, gguf)
     rounds: dict[str, list[list[Rates]]] = {name: [] for name in engines}
@@ -77,6 +85,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--also-dtype", action="append", default=[], help="A further row.")
+    parser.add_argument("--block-size", default="auto")
+    parser.add_argument("--also-block-size", action="append", default=[], help="A further row.")
+    parser.add_argument("--no-long-steps", action="store_true", help="No row of 512-token steps.")
     parser.add_argument("--llama-batched-bench", default="")
     parser.add_argument("--gguf", action="append", default=[])
     parser.add_argument("--max-num-batched-tokens", type=int, default=0)
@@ -84,10 +95,13 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run_tailrace(arguments: argparse.Namespace, budget: int, dtype: str = "") -> list[Rates]:
+def run_tailrace(
+    arguments: argparse.Namespace, budget: int, dtype: str = "", block_size: str = ""
+) -> list[Rates]:
     command = [sys.executable, __file__, "--measure", "--model", arguments.model]
     command += ["--dtype", dtype or arguments.dtype, "--threads", str(arguments.threads)]
     command += ["--max-num-batched-tokens", str(budget)]
+    command += ["--block-size", block_size or arguments.block_size]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [Rates(**row) for row in json.loads(done.stdout.splitlines()[-1])]
 
@@ -114,6 +128,7 @@ def measure_tailrace(arguments: argparse.Namespace) -> list[Rates]:
         threads=arguments.threads,
         max_batch_size=max(REQUESTS),
         max_num_batched_tokens=arguments.max_num_batched_tokens,
+        block_size=arguments.block_size,
     )
     setup.pin_threads(config.threads)
     with ThreadPoolExecutor(1) as executor:
