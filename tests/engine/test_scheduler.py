@@ -25,11 +25,20 @@ def sequence(index: int, prompt: int, output: int = 10, priority: int = 0) -> Se
 
 
 def scheduler(
-    blocks: int = 64, slots: int = 4, budget: int = 16, surprised: bool = False
+    blocks: int = 64,
+    slots: int = 4,
+    budget: int = 16,
+    surprised: bool = False,
+    host_places: int = 0,
 ) -> Scheduler:
     """Make a scheduler; a surprised one has only ever seen answers of one token."""
-    pool = BlockManager(blocks, SIZE, prefix_cache=False)
-    chosen = Scheduler(pool, max_batch_size=slots, token_budget=budget)
+    pool = BlockManager(blocks, SIZE, prefix_cache=False, host_places=host_places)
+    chosen = Scheduler(
+        pool,
+        max_batch_size=slots,
+        token_budget=budget,
+        swap_pays=(lambda tokens, units: units > 1) if host_places else None,
+    )
     for _ in range(20 * surprised):
         chosen.answers.observe(1)
     return chosen
@@ -47,6 +56,7 @@ def run(chosen: Scheduler, steps: int = 1000) -> list:
 
 def settle(chosen: Scheduler, step) -> None:
     """Commit a step as the engine would, every sample being token 1."""
+    chosen.retire_copies(step)
     for chunk in step.chunks:
         if chunk.samples and chunk.sequence.status is not Status.FINISHED:
             chunk.sequence.token_ids.append(1)
@@ -206,6 +216,39 @@ def test_who_was_preempted_asks_for_a_lease_at_least_twice_as_long():
         chosen.blocks.check_integrity()
     assert preempted
     assert chosen.preemptions_total < 10
+
+
+def test_who_is_swapped_out_comes_back_once_its_copy_is_known_to_be_made():
+    chosen = scheduler(blocks=8, budget=100, surprised=True, host_places=8)
+    chosen.add(sequence(0, 14, output=40))
+    chosen.add(sequence(1, 14, output=40))
+    for _ in range(40):
+        step = chosen.schedule()
+        if step.preempted:
+            break
+        settle(chosen, step)
+    [(swapped, copy)] = step.swapped_out
+    tokens = chosen.blocks.swapped_tokens(swapped.request_id)
+    assert swapped.status is Status.WAITING
+    assert len(copy.units) == len(copy.places) == chosen.blocks.units_for(tokens) > 1
+    chosen.finish(next(s for s in chosen.running if s is not swapped))
+    assert not chosen.schedule().chunks  # there is room, but the step may yet fail
+    settle(chosen, step)
+    back = chosen.schedule()
+    assert back.swapped_in[0].places == copy.places
+    assert spans(back) == [(swapped.request_id, tokens, tokens + 1)]
+    chosen.blocks.check_integrity()
+    assert chosen.blocks.swapped_units == 0
+
+
+def test_who_has_little_to_lose_or_nothing_to_come_is_not_swapped_out():
+    chosen = scheduler(blocks=8, budget=100, host_places=8)
+    chosen.add(sequence(0, 14, output=1))
+    chosen.add(sequence(1, 7, output=5))
+    step = chosen.schedule()
+    for victim in list(chosen.running):
+        chosen._preempt(step, victim)
+    assert not chosen._swapped_out
 
 
 def test_a_freed_slot_is_released_before_it_is_given_again():

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from tailrace.engine.step_time import StepLoad
 
 VOCAB = 50
+GARBAGE = -1
+"""What nobody has written: a device does not complain of it, and computes a wrong token."""
 
 
 def next_token(history: list[int]) -> int:
@@ -141,7 +143,7 @@ class FakeRunner:
                     target[to, offset] = source[from_, offset]
 
     def _write(self, row: Row) -> None:
-        inputs = [self.last[row.slot]] if row.inputs is None else row.inputs
+        inputs = [self.last.get(row.slot, GARBAGE)] if row.inputs is None else row.inputs
         assert len(inputs) == row.end - row.start
         for position, token in zip(range(row.start, row.end), inputs, strict=True):
             block, offset = divmod(position, self.block_size)
@@ -149,4 +151,5 @@ class FakeRunner:
 
     def _read(self, row: Row) -> list[int]:
         size = self.block_size
-        return [self.kv[row.table[p // size], p % size] for p in range(row.end)]
+        places = ((row.table[p // size], p % size) for p in range(row.end))
+        return [self.kv.get(place, GARBAGE) for place in places]
