@@ -260,18 +260,19 @@ def test_an_abort_while_swapped_out_gives_the_places_back():
 
 @settings(max_examples=25, deadline=None)
 @given(
-    failing=st.sets(st.integers(1, 3), min_size=1),
+    failing=st.sets(st.integers(1, 5), min_size=1),
+    failure=st.sampled_from([RuntimeError, DeviceMemoryError]),
     host_places=st.sampled_from([6, 40]),
     prefix_cache=st.booleans(),
 )
-def test_copies_of_a_step_that_failed_are_never_used(failing, host_places, prefix_cache):
-    """Who was in no failing step has the answer that it would have alone."""
+def test_copies_of_a_step_that_failed_are_never_used(failing, failure, host_places, prefix_cache):
+    """Who was in no failing step, or gets a second try, has the answer that it would have alone."""
     swapping = []
 
     def fail_when(rows):
-        if rows.swapped_out:
+        if rows.swapped_out or rows.swapped_in:
             swapping.append(rows)
-        return bool(rows.swapped_out) and len(swapping) in failing
+        return bool(rows.swapped_out or rows.swapped_in) and len(swapping) in failing
 
     bench = make_bench(
         num_blocks=9,
@@ -280,12 +281,14 @@ def test_copies_of_a_step_that_failed_are_never_used(failing, host_places, prefi
         surprised=True,
         host_places=host_places,
         fail_when=fail_when,
+        failure=failure,
     )
     for i in range(5):
         bench.engine.add(request(f"r-{i}", [i + 1] * 12, 30))
     with capture_logs() as logs:  # tracebacks would take longer to print than all the rest
         bench.run()
-    assert len(logs) == len([n for n in failing if n <= len(swapping)])
+    failed = [entry for entry in logs if entry["event"].startswith("step_")]
+    assert len(failed) == len([n for n in failing if n <= len(swapping)])
     for i in range(5):
         got, wanted = bench.tokens[f"r-{i}"], expected_output([i + 1] * 12, 30, frozenset())
         assert got == wanted if bench.reasons[f"r-{i}"] == "length" else got == wanted[: len(got)]

@@ -235,7 +235,8 @@ def test_who_is_swapped_out_comes_back_once_its_copy_is_known_to_be_made():
     assert not chosen.schedule().chunks  # there is room, but the step may yet fail
     settle(chosen, step)
     back = chosen.schedule()
-    assert back.swapped_in[0].places == copy.places
+    [(again, copied)] = back.swapped_in
+    assert (again, copied.places) == (swapped, copy.places)
     assert spans(back) == [(swapped.request_id, tokens, tokens + 1)]
     chosen.blocks.check_integrity()
     assert chosen.blocks.swapped_units == 0
