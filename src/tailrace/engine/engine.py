@@ -667,9 +667,8 @@ class Engine:
             sequence.prompt_scored = max(0, len(sequence.prompt_logprobs) - 1)
         if sequence.status is not Status.RUNNING:  # preempted since, or computed early
             self.scheduler.early.drop(sequence, forget=True)
-            self.scheduler.blocks.drop_swapped(
-                sequence.request_id
-            )  # that chunk's KV would be in it
+            # That chunk's positions would be in what the host holds of it.
+            self.scheduler.blocks.drop_swapped(sequence.request_id)
             sequence.spent.is_behind |= sequence.recover_to > 0
             return None
         if counts and sequence.memory_failures:
