@@ -81,7 +81,7 @@ def test_host_memory_of_less_than_a_unit_or_more_than_the_machine_has_is_refused
 def test_swapping_pays_where_copying_is_quicker_than_computing_again():
     blocks = BlockManager(4, 8)
     host = setup.HostMemory(places=100, unit_bytes=1, unit_s=0.5e-3)
-    loaded = setup.Loaded(None, None, blocks, 64, "", host=host)
+    loaded = setup.Loaded(None, None, blocks, 64, "", None, host=host)
     pays = setup.swap_pays(loaded)
     assert pays(80, 10)  # nothing is known yet of how long computing takes
     costs = StepCosts(
@@ -91,4 +91,4 @@ def test_swapping_pays_where_copying_is_quicker_than_computing_again():
     # Ten units: 10 ms out and back; 80 tokens: 8 ms, and 3.24 ms for their 3240 pairs.
     assert pays(80, 10)
     assert not pays(60, 8)
-    assert setup.swap_pays(setup.Loaded(None, None, blocks, 64, "")) is None
+    assert setup.swap_pays(setup.Loaded(None, None, blocks, 64, "", None)) is None
