@@ -1,7 +1,7 @@
 """The GPU engine alone: right first, then prefill and decode rates beside their floors.
 
     python benchmarks/gpu_engine.py --out DIR [--skip-check | --only-check] [--profile]
-        [--kv-cache-dtype fp8]
+        [--kv-cache-dtype fp8] [--weights awq|fp8|fp8-blocks]
 
 Check: a tiny random checkpoint of each family, several prompts batched, chunked and out of CUDA
 graphs; every token chosen must be, by transformers in float32 on the same history, the best or
@@ -48,7 +48,29 @@ QWEN_7B = {
     "eos_token_id": 151645,
     "bos_token_id": 151643,
 }
-GFLOP_A_TOKEN, KV_BYTES, WEIGHT_BYTES, COPY = 13.05, 57344, 14.1e9, 4.19e12
+GFLOP_A_TOKEN, KV_BYTES, COPY = 13.05, 57344, 4.19e12
+WEIGHTS: dict[str, tuple[float, dict | None]] = {
+    "bf16": (14.1e9, None),
+    "awq": (
+        4.5e9,
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True,
+         "version": "gemm"},
+    ),
+    "fp8": (
+        7.6e9,
+        {"quant_method": "compressed-tensors", "format": "float-quantized",
+         "quantization_status": "compressed", "ignore": ["lm_head"],
+         "config_groups": {"group_0": {
+             "targets": ["Linear"],
+             "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+         }}},
+    ),
+    "fp8-blocks": (
+        7.6e9,
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    ),
+}  # fmt: skip
+"""Bytes that a decode step reads of them (docs/performance.md), and what config.json says."""
 DECODES = ((1, 500), (1, 4500), (8, 4500), (32, 4500), (50, 500), (64, 4500), (128, 4500))
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 
@@ -59,6 +81,10 @@ def main() -> None:
     parser.add_argument("--skip-check", action="store_true")
     parser.add_argument("--only-check", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument(
+        "--weights", choices=tuple(WEIGHTS), default="bf16",
+        help="dummy weights that are timed; tailrace check-accuracy compares such formats",
+    )  # fmt: skip
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     arguments = parser.parse_args()
     with ThreadPoolExecutor(1) as runner:
@@ -68,7 +94,9 @@ def main() -> None:
         if arguments.only_check:
             return
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(QWEN_7B))
+            quantization = WEIGHTS[arguments.weights][1]
+            shape = QWEN_7B | ({"quantization_config": quantization} if quantization else {})
+            (Path(folder) / "config.json").write_text(json.dumps(shape))
             time_qwen(Path(folder), runner, arguments)
 
 
@@ -204,7 +232,9 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
     for batch, context in DECODES:
         engine = setup.make_engine(config, kept["loaded"], runner.submit)
         kv_bytes = KV_BYTES // 2 if config.kv_is_float8 else KV_BYTES
-        step_ms, floor = decode_step(engine, batch, context, kv_bytes)
+        step_ms, keys = decode_step(engine, batch, context)
+        weight_bytes = WEIGHTS[arguments.weights][0]
+        floor = 1e3 * (weight_bytes + keys * kv_bytes) / COPY
         rows.append({"batch": batch, "context": context, "ms": step_ms, "floor_ms": floor})
         print(
             f"decode, {batch:>3} x {context}: {step_ms:6.2f} ms a step, floor {floor:6.2f} ms, "
@@ -275,7 +305,8 @@ def begin(engine: Engine, batch: int, context: int, tokens: int) -> None:
         seen |= {output.request_id for output in engine.step()}
 
 
-def decode_step(engine: Engine, batch: int, context: int, kv_bytes: int) -> tuple[float, float]:
+def decode_step(engine: Engine, batch: int, context: int) -> tuple[float, int]:
+    """Return the median milliseconds of a step, and the keys that its sequences have by then."""
     # With 8192-token steps the first sequences are far ahead when the last has its first token.
     begin(engine, batch, context, 400)
     times = []
@@ -286,8 +317,7 @@ def decode_step(engine: Engine, batch: int, context: int, kv_bytes: int) -> tupl
     keys = sum(s.num_computed for s in engine.scheduler.running)
     engine.abort([s.request_id for s in list(engine.scheduler.running)])
     drain(engine)
-    floor = 1e3 * (WEIGHT_BYTES + keys * kv_bytes) / COPY
-    return 1e3 * statistics.median(times), floor
+    return 1e3 * statistics.median(times), keys
 
 
 def profile(engine: Engine, title: str, steps: int) -> None:

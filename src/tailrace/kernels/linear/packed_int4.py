@@ -104,13 +104,15 @@ def splits_for(outputs: int, chunks: int) -> int:
 def _ordered(codes: Tensor, chunk: int, padded: int) -> Tensor:
     """Return int16 [chunks, padded, chunk / 4] of uint8 codes [N, K]; rows that pad are 0."""
     outputs, inputs = codes.shape
-    parts = codes.view(outputs, inputs // chunk, 4, chunk // 4).to(torch.int32)
-    words = parts[:, :, 0] | (parts[:, :, 1] << 4) | (parts[:, :, 2] << 8) | (parts[:, :, 3] << 12)
+    parts = codes.view(outputs, inputs // chunk, 4, chunk // 4)
+    # In 16 bits throughout: many layers are packed at once, and the largest has 136 million codes.
+    words = parts[:, :, 0].to(torch.int16)
+    for nibble in range(1, 4):
+        words |= parts[:, :, nibble].to(torch.int16) << (4 * nibble)
     ordered = torch.zeros(
         inputs // chunk, padded, chunk // 4, dtype=torch.int16, device=codes.device
     )
-    # From 32768 on, the conversion wraps around: the bits are what counts.
-    ordered[:, :outputs] = words.to(torch.int16).transpose(0, 1)
+    ordered[:, :outputs] = words.transpose(0, 1)
     return ordered
 
 

@@ -1,0 +1,79 @@
+"""The GPU runner over quantised weights, under Triton's interpreter: the tokens of plain ones."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+
+from tailrace.engine.cuda_runner import CudaRunner
+from tailrace.engine.device_sampler import DeviceSampler
+from tailrace.kernels.triton_kernels import TritonKernels, UnpackedTritonKernels
+from tailrace.models.loader import load_model
+from tests.engine.test_cuda_runner import (
+    BLOCK,
+    BLOCKS,
+    BUDGET,
+    CONTEXT,
+    CPU,
+    SLOTS,
+    generate,
+    make_requests,
+)
+from tests.support.interpreter import exact_float8
+from tests.support.tiny import make_tiny_checkpoint
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+BLOCKS_OF_FP8 = {
+    "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+}  # fmt: skip
+FORMATS = {"awq": AWQ, "fp8 blocks": BLOCKS_OF_FP8}
+NAMES = {"awq": "Triton 4 bits in groups of 64", "fp8 blocks": "FP8 by block128"}
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch):
+    exact_float8(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0")
+        warnings.filterwarnings("ignore", category=RuntimeWarning)
+        yield
+
+
+def loaded(folder, kernels):
+    """Return a model of seeded weights, rounded to the format that config.json names."""
+    return load_model(folder, dtype="float32", kernels=kernels, load_format="dummy", seed=3)
+
+
+def runner_of(model, kernels):
+    return CudaRunner(
+        model,
+        DeviceSampler(SLOTS, 259, [258], 0, device=CPU),
+        kernels,
+        num_blocks=BLOCKS,
+        block_size=BLOCK,
+        num_slots=SLOTS,
+        context_length=CONTEXT,
+        token_budget=BUDGET,
+        kv_dtype=torch.float32,
+    )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantised_layers_give_the_tokens_of_the_weights_they_stand_for(name, tmp_path):
+    folder = make_tiny_checkpoint(
+        tmp_path, "llama", num_hidden_layers=1, intermediate_size=256, head_dim=32,
+        num_key_value_heads=4,  # so that stacked projections keep to blocks of 128
+    )  # fmt: skip
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = FORMATS[name]
+    (folder / "config.json").write_text(json.dumps(config))
+    found = []
+    for kernels in (TritonKernels(CPU, "float32"), UnpackedTritonKernels(CPU, "float32")):
+        model = loaded(folder, kernels)
+        held = NAMES[name] if type(kernels) is TritonKernels else "cuBLAS float32"
+        assert model.linear_names[held] >= 4
+        found.append(generate(runner_of(model, kernels), make_requests(temperature=0.0)[1:4]))
+    assert found[0] == found[1]
