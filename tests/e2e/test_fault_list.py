@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tailrace.bench.launch import LocalServer
 from tests.e2e.observe import assert_baseline, load, metric, wait_until
+from tests.support.tiny import make_tiny_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -255,3 +258,35 @@ def test_while_the_log_cannot_be_written_requests_are_served_and_the_drops_count
 
     wait_until(counted, "three more are counted")
     assert_baseline(served)
+
+
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory) -> Iterator[LocalServer]:
+    """A model that has NaN for the token "~": whoever sends it fails inside the step."""
+    folder = make_tiny_checkpoint(tmp_path_factory.mktemp("nan") / "m", "qwen2")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][ord("~")] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    settings = ("--model-path", str(folder), "--dtype", "float32", "--debug-kv", "--no-warmup")
+    log_file = tmp_path_factory.mktemp("nan") / "server.log"
+    with LocalServer((*settings, "--kv-cache-tokens", "8192"), log_file=log_file) as server:
+        yield server
+
+
+def test_a_request_that_fails_inside_a_step_fails_alone(poisoned):
+    url = poisoned.url + COMPLETIONS
+    body = {"prompt": "a tale", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+    body["logit_bias"] = {str(ord("~")): -100}
+    alone = httpx.post(url, json=body, timeout=60).json()["choices"]
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(httpx.post, url, json=body, timeout=60)
+        for is_streaming in (False, True):
+            failing = {"prompt": "a tale of ~ and more", "max_tokens": 3, "stream": is_streaming}
+            answer = httpx.post(url, json=failing, timeout=60)
+            assert answer.status_code == 500
+            assert "not finite" in answer.json()["error"]["message"]
+        assert other.result().json()["choices"] == alone
+    # Nothing of what failed is found again by one that begins like it.
+    again = httpx.post(url, json=body | {"prompt": "a tale of "}, timeout=60)
+    assert again.status_code == 200
+    assert_baseline(poisoned)
