@@ -59,7 +59,7 @@ class Model:
         host = None
         if host_places:
             kept = runner.keep_on_host(host_places)
-            kept._host.fill_(torch.nan)
+            kept._host.fill_(-1)  # all bits set: NaN in any dtype
             host = HostMemory(host_places, kept.unit_bytes, unit_s=0.0)
         for k_cache, v_cache in runner.kv_caches:
             k_cache.fill_(torch.nan)
