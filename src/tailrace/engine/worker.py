@@ -96,6 +96,7 @@ class Mailbox:
         self._encoder = msgspec.msgpack.Encoder()
         self._frontends: dict[bytes, _Frontend] = {}
         self._owners: dict[str, bytes] = {}
+        self._forgotten: set[str] = set()
         self._announced: list[EngineMessage] = []
         self.undecodable_total = 0
 
@@ -113,15 +114,18 @@ class Mailbox:
             os._exit(1)
 
     def receive(self) -> list[FrontendMessage]:
-        """Return all messages that have come; front ends new to us are told what was announced."""
+        """Return all messages that have come; front ends new to us are told what was announced.
+
+        That somebody has died comes last: what it said before may be read after the news.
+        """
         messages: list[FrontendMessage] = []
         while True:
             try:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return messages
+                return sorted(messages, key=lambda m: isinstance(m, ForgetFrontend))
             message = self._decode(frames)
-            if message is None:
+            if message is None or _name_of(identity) in self._forgotten:
                 continue
             self._meet(identity)
             self._note_owner(identity, message)
@@ -144,7 +148,10 @@ class Mailbox:
 
     def forget(self, name: str) -> list[str]:
         """Stop talking to a front end that has died; return the ids that it asked for."""
-        gone = [i for i in self._frontends if name and _name_of(i) == name]
+        if not name:
+            return []
+        self._forgotten.add(name)
+        gone = [i for i in self._frontends if _name_of(i) == name]
         asked: list[str] = []
         for identity in gone:
             frontend = self._frontends.pop(identity)
