@@ -172,6 +172,31 @@ def test_a_grammar_that_becomes_too_complex_ends_its_own_sequence(compiler):
     assert "too" in state.error
 
 
+def test_what_one_sequence_uses_up_is_not_anothers_error(compiler):
+    """Copies share a lexer with a bounded number of states."""
+    text = LLMatcher.grammar_from_regex("(.{0,500}x){50}")
+    grammar = compiler.compile(text)
+
+    def follow(state, seed):
+        chance = random.Random(seed)
+        for step in range(5000):
+            options = sorted(ids_of(state.mask()) - {EOS_ID})
+            if state.error or not options:
+                return step
+            state.take(chance.choice(options))
+        return 5000
+
+    bystander = grammar.start()
+    for letter in b"before":
+        bystander.take(letter)
+    lengths = [follow(grammar.start(), seed) for seed in (1, 2, 1)]
+    assert min(lengths) > 100
+    assert ord("x") in ids_of(bystander.mask())
+    assert not bystander.error
+    assert grammar.is_worn == (min(lengths) < 5000)
+    assert (compiler.compile(text) is grammar) != grammar.is_worn
+
+
 def test_many_grammars_are_not_all_kept(compiler):
     for number in range(300):
         compiler.compile(LLMatcher.grammar_from_regex(f"x{number}"))

@@ -9,7 +9,10 @@ Rules
    belongs to compiling, and so does a trial step.
 2. End-of-sequence tokens are allowed where what is there is complete, and nowhere else. A state is
    complete once nothing can follow; whoever draws need not wait for an end-of-sequence token then.
-3. The next mask depends on the token before. It is looked ahead for, on a thread, while the model
+3. Copies of a matcher share their lexer, whose states are bounded and only grow. So a state that
+   runs out of them begins again with a matcher of its own, and a grammar that is worn out is not
+   handed out any more: a sequence fails by what itself needs, never by what others used up.
+4. The next mask depends on the token before. It is looked ahead for, on a thread, while the model
    computes the logits that it is for; the library lets go of the GIL.
 """
 
@@ -26,7 +29,7 @@ import numpy as np
 from tailrace.errors import TailraceError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -38,7 +41,7 @@ _LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=100_000,
     step_lexer_fuel=50_000,
     step_max_items=50_000,
-    max_lexer_states=10_000,
+    max_lexer_states=30_000,
     max_grammar_size=50_000,
     verbose_errors=False,
 )
@@ -116,11 +119,14 @@ class GrammarCompiler:
             raise GrammarError(f"it has {size} bytes; the limit is {MAX_GRAMMAR_BYTES}")
         with self._lock:
             found = self._kept.get(text)
-            if found is not None:
+            if found is not None and not found.is_worn:
                 self._kept.move_to_end(text)
                 return found
-            grammar = Grammar(self._matcher(text), self._words, self._masking)
+            grammar = Grammar(
+                self._matcher(text), lambda: self._fresh(text), self._words, self._masking
+            )
             self._kept[text] = grammar
+            self._kept.move_to_end(text)
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
             return grammar
@@ -156,8 +162,11 @@ class GrammarCompiler:
             eos_token=self._eos_token_ids,
         )
 
+    def _fresh(self, text: str) -> llguidance.LLMatcher:
+        return llguidance.LLMatcher(self._loaded(), text, log_level=0, limits=_LIMITS)
+
     def _matcher(self, text: str) -> llguidance.LLMatcher:
-        matcher = llguidance.LLMatcher(self._loaded(), text, log_level=0, limits=_LIMITS)
+        matcher = self._fresh(text)
         _check(matcher)
         # What the first step works out stays with the matcher and its copies; and most of what is
         # too complex to be followed fails right there.
@@ -174,9 +183,16 @@ class Grammar:
     """A compiled grammar; any number of sequences start from it."""
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, words: int, masking: ThreadPoolExecutor | None
+        self,
+        matcher: llguidance.LLMatcher,
+        remake: Callable[[], llguidance.LLMatcher],
+        words: int,
+        masking: ThreadPoolExecutor | None,
     ) -> None:
+        self.is_worn = False
+        """Whether the lexer that all its states share has run out."""
         self._matcher = matcher
+        self._remake = remake
         self._words = words
         self._masking = masking
 
@@ -186,20 +202,32 @@ class Grammar:
         Args:
             token_ids: What was generated already, where a sequence comes back.
         """
-        state = GrammarState(self._matcher.deep_copy(), self._words, self._masking)
+        state = GrammarState(self, self._matcher.deep_copy(), self._words, self._masking)
         for token_id in token_ids:
             state.take(token_id)
         state.look_ahead()
         return state
+
+    def remade(self) -> llguidance.LLMatcher:
+        """Return a matcher that shares nothing, for a state that found the shared lexer worn."""
+        self.is_worn = True
+        return self._remake()
 
 
 class GrammarState:
     """Where one sequence is in its grammar. Belongs to one thread at a time."""
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, words: int, masking: ThreadPoolExecutor | None
+        self,
+        grammar: Grammar,
+        matcher: llguidance.LLMatcher,
+        words: int,
+        masking: ThreadPoolExecutor | None,
     ) -> None:
+        self._grammar = grammar
         self._matcher = matcher
+        self._is_shared = True
+        self._taken: list[int] = []
         self._mask = np.zeros(words, dtype=np.int32)
         self._is_filled = False
         self._masking = masking
@@ -237,12 +265,27 @@ class GrammarState:
         if self._ahead is not None:
             self._ahead.result()
             self._ahead = None
-        self._matcher.consume_token(token_id)
+        self._taken.append(token_id)
+        if not self._matcher.consume_token(token_id):
+            self._begin_again()
         self._is_filled = False
 
     def _fill(self) -> None:
-        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        self._compute()
+        if self._matcher.is_error() and self._is_shared:
+            self._begin_again()
+            self._compute()
         self._is_filled = True
+
+    def _compute(self) -> None:
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+
+    def _begin_again(self) -> None:
+        """Come to the same place with a matcher of its own; what fails there as well has failed."""
+        if self._is_shared:
+            self._is_shared = False
+            self._matcher = self._grammar.remade()
+            self._matcher.consume_tokens(self._taken)
 
 
 def _started_pool(threads: int) -> ThreadPoolExecutor:
