@@ -300,8 +300,14 @@ def test_where_the_operator_wants_calls_as_text_they_are(chat, tmp_path):
         ("tools", {"tools": [tool()] * 129}),
         ("tools", {"tools": [tool(parameters={"type": "objct"})], "tool_choice": "required"}),
         (
-            "tools[0].function.parameters",
-            {"tools": [tool(parameters={"multipleOf": 10**7})], "tool_choice": "required"},
+            "tools",
+            {
+                "tools": [
+                    tool(f"f{n}", parameters={"properties": {"a": {"multipleOf": n}}})
+                    for n in (997, 991)
+                ],
+                "tool_choice": "required",
+            },
         ),
         (
             "response_format",

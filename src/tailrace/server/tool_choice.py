@@ -26,6 +26,7 @@ from tailrace.server.structured import (
     constrained,
     json_rule,
     literal,
+    read_schema,
 )
 from tailrace.text.tool_calls import MARKS, ToolCallParser, ToolStyle
 
@@ -77,6 +78,8 @@ class ToolRules:
             RequestError: A function's parameters are no JSON schema, or beyond bounds.
         """
         marks = MARKS[self.style]
+        # The bounds hold for all of them together: they become one grammar.
+        read_schema({"tools": [function.parameters for function in self.functions]}, "tools")
         rules = []
         for index, function in enumerate(self.functions):
             head = f'{{"name": {literal(function.name)}, "{marks.arguments}": '
