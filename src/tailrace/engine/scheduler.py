@@ -179,7 +179,7 @@ class Scheduler:
         )
         self._free_slots = list(range(max_batch_size - 1, -1, -1))
         self._released: list[int] = []
-        self._swap_pays = swap_pays
+        self.swap_pays = swap_pays
         self._swapped_out: list[tuple[Sequence, KvCopy]] = []
         self._refused: tuple[str, int] | None = None
         """Who did not fit, and how often anything had been given back by then."""
@@ -493,9 +493,9 @@ class Scheduler:
     def _swap_out(self, victim: Sequence) -> None:
         """Have the KV of who is preempted copied to the host, where that pays and there is room."""
         tokens = victim.num_computed
-        if self._swap_pays is None or not tokens or not victim.wants_work:
+        if self.swap_pays is None or not tokens or not victim.wants_work:
             return
-        if self._swap_pays(tokens, self.blocks.units_for(tokens)):
+        if self.swap_pays(tokens, self.blocks.units_for(tokens)):
             copy = self.blocks.swap_out(_table_of(victim), tokens)
             if copy is not None:
                 self._swapped_out.append((victim, copy))
