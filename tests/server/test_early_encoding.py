@@ -14,6 +14,7 @@ from tailrace.errors import RequestError
 from tailrace.server import early_encoding
 from tailrace.server.early_encoding import EarlyEncoding, early_chat, early_prompt
 from tailrace.server.routes_generate import ROUTES as GENERATE
+from tailrace.server.routes_messages import ROUTES as MESSAGES
 from tailrace.server.routes_openai import ROUTES as OPENAI
 from tailrace.text.incremental import IncrementalEncoder
 from tests.server.hand_made import HandMadeRequest, load_text, make_services
@@ -32,7 +33,7 @@ ODD_TEMPLATE = (
     "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}"
     "{% endif %}<|im_end|>{% endfor %}"
 )
-ROUTES = {**OPENAI, **GENERATE}
+ROUTES = {**OPENAI, **GENERATE, **MESSAGES}
 
 
 class InParts(HandMadeRequest):
@@ -172,7 +173,7 @@ def sampled(fields):
 
 
 @given(prompt=spaced, early=sampled(OF_COMPLETIONS), late=sampled(OF_COMPLETIONS), data=st.data())
-@settings(max_examples=250, suppress_health_check=list(HealthCheck))
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 def test_a_completion_is_served_alike_however_it_comes(text, prompt, early, late, data):
     body = as_body([*early, ("prompt", prompt), ("max_tokens", 2), *late])
     cuts = data.draw(cut_lists)
@@ -187,7 +188,7 @@ def test_a_completion_is_served_alike_however_it_comes(text, prompt, early, late
     late=sampled(OF_COMPLETIONS),
     data=st.data(),
 )
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 def test_generate_is_served_alike_however_it_comes(text, prompt, name, late, data):
     body = as_body([(name, prompt), ("max_tokens", 2), *late], ascii_only=False)
     cuts = data.draw(cut_lists)
@@ -231,7 +232,7 @@ message_lists = st.lists(
 
 
 @given(messages=message_lists, early=sampled(OF_CHATS), late=sampled(OF_CHATS), data=st.data())
-@settings(max_examples=400, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @example([{"content": "role comes late", "role": "user"}], [], [], None)
 @example([{"role": "user", "content": " x </think> y"}] * 2, [], [], None)
 def test_a_chat_is_served_alike_however_it_comes(text, messages, early, late, data):
@@ -242,8 +243,49 @@ def test_a_chat_is_served_alike_however_it_comes(text, messages, early, late, da
     )
 
 
+systems = st.sampled_from(
+    [
+        ("system", "  You are a miller.  "),
+        ("system", ""),
+        ("system", [{"type": "text", "text": "You are a miller."}]),
+        ("system", None),
+        ("x", "system"),
+        ("tools", [{"name": "f", "input_schema": {"type": "object"}}]),
+        ("temperature", b"NaN"),
+    ]
+)
+turns = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["user", "assistant", "system"]),
+            "content": spaced
+            | st.lists(spaced.map(lambda t: {"type": "text", "text": t}), max_size=2),
+        }
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(
+    messages=turns,
+    before=st.lists(systems, max_size=2),
+    after=st.lists(systems, max_size=2),
+    data=st.data(),
+)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@example([{"role": "user", "content": "Grind it"}], [("system", "x")], [("system", "y")], None)
+def test_anthropics_messages_are_served_alike_however_they_come(
+    text, messages, before, after, data
+):
+    fields = [("model", "tiny"), *before, ("messages", messages), ("max_tokens", 2), *after]
+    body = as_body(fields)
+    cuts = range(len(body)) if data is None else data.draw(cut_lists)
+    assert served(text, "/v1/messages", split(body, cuts)) == served(text, "/v1/messages", [body])
+
+
 @given(body=st.binary(max_size=60), cuts=cut_lists)
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_malformed_bodies_are_refused_alike_however_they_come(text, body, cuts):
     for path, start in (
         ("/v1/completions", b'{"prompt": "a b c'),
@@ -382,6 +424,22 @@ def test_a_chat_is_offered_after_messages_that_stay_as_they_are(text, soon):
     pieces, ids = offered(text, "/v1/chat/completions", as_body([("messages", messages)]))
     assert pieces == ([] if is_odd else ids[: len(pieces)])
     assert is_odd or len(pieces) > 0.9 * len(ids)
+
+
+def test_anthropics_messages_are_offered_with_their_system_ahead(text, soon, taken):
+    messages = [{"role": "user", "content": LONG}]
+    is_odd = "messages\n" in text.chat_template.render(messages)
+    start = [("model", "tiny"), ("max_tokens", 2)]
+    for system, is_late in ((None, False), (LONG[:50], False), (LONG[:50], True)):
+        field = [] if system is None else [("system", system)]
+        both = [("messages", messages), *field] if is_late else [*field, ("messages", messages)]
+        pieces, ids = offered(text, "/v1/messages", as_body([*start, *both]))
+        turns = [*([{"role": "system", "content": system}] if system else []), *messages]
+        assert ids == text.chat_template.encode(turns)
+        if not is_late:
+            assert pieces == ([] if is_odd else ids[: len(pieces)])
+            assert is_odd or len(pieces) > 0.9 * len(ids)
+    assert taken[-1] is None  # the system's text came too late
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ class EarlyEncoding(Generic[_T]):
     """
 
     def __init__(self, services: Services, source: _Source[_T], kind: str) -> None:
-        self.job_id = f"{kind}-{uuid.uuid4().hex}"
+        self.job_id = f"{kind}{uuid.uuid4().hex}"
         """The request's, if it comes to that: its first sequence takes the lease over."""
         self._services = services
         self._source = source
@@ -314,13 +314,17 @@ class EarlyChat(_Source[list[Span]]):
 
     Args:
         services: Of the server.
+        system: The field at the top of the body whose text is a message ahead of all others; "":
+            there is none. One that comes after the messages, or is no text, ends early work.
     """
 
     hopeless_with = frozenset({"tools", "chat_template_kwargs"})
     rivals = frozenset({"messages"})
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, system: str = "") -> None:
         text = services.text
+        self._system = system
+        self._has_system = False
         self._tokenizer: Tokenizer | None = text.tokenizer if text else None
         self._template: ChatTemplate | None = text.chat_template if text else None
         self._encoder: IncrementalSpans | None = (
@@ -345,6 +349,8 @@ class EarlyChat(_Source[list[Span]]):
 
     def wants(self, place: Place) -> bool:
         """See `_Source`."""
+        if self._system and place[0] == self._system:
+            return True
         return len(place) == 3 and place[0] == "messages" and place[2] in ("role", "content")
 
     def certain_ids(self, start: int) -> list[int]:
@@ -353,18 +359,31 @@ class EarlyChat(_Source[list[Span]]):
 
     def note(self, piece: Piece) -> bool:
         """See `_Source`."""
-        _, index, key = piece.place
+        if piece.place[0] == self._system:
+            if len(piece.place) > 1 or not self._notes_system(piece):
+                return False
+            index, key = 0, "content"
+        else:
+            index, key = int(piece.place[1]) + self._has_system, str(piece.place[2])
         if index == len(self._messages):
             self._messages.append({})
         if index != len(self._messages) - 1 or (piece.is_first and key in self._messages[-1]):
             return False
-        self._messages[-1].setdefault(str(key), []).append(piece.text)
+        self._messages[-1].setdefault(key, []).append(piece.text)
         if key == "content":
             self._chars += len(piece.text)
             self._waiting_chars += len(piece.text)
             if index == self._fed_index:
                 self._tail.append(piece.text)
         return True
+
+    def _notes_system(self, piece: Piece) -> bool:
+        """Begin the system's message with its first piece; return whether it is in its place."""
+        if piece.is_first and not self._messages:
+            self._has_system = True
+            self._messages.append({"role": ["system"]})
+            return True
+        return self._has_system and not piece.is_first
 
     def is_worth_it(self) -> bool:
         """See `_Source`."""
@@ -502,6 +521,6 @@ def early_prompt(services: Services, kind: str, *names: str) -> EarlyEncoding[st
     return EarlyEncoding(services, EarlyPrompt(services, frozenset(names)), kind)
 
 
-def early_chat(services: Services, kind: str) -> EarlyEncoding[list[Span]]:
-    """Return the early encoding of a chat."""
-    return EarlyEncoding(services, EarlyChat(services), kind)
+def early_chat(services: Services, kind: str, system: str = "") -> EarlyEncoding[list[Span]]:
+    """Return the early encoding of a chat, whose system's text may have a field of its own."""
+    return EarlyEncoding(services, EarlyChat(services, system), kind)

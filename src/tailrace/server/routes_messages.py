@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import TYPE_CHECKING
 
 from tailrace.errors import RequestError
@@ -12,6 +11,7 @@ from tailrace.server.anthropic_chat import chat_of, sampled_chat_of
 from tailrace.server.anthropic_format import MessageFormat
 from tailrace.server.anthropic_protocol import CountTokensBody, MessagesBody
 from tailrace.server.chat_job import chat_job, encode_chat, is_long, renamed
+from tailrace.server.early_encoding import early_chat
 from tailrace.server.error_bodies import ANTHROPIC_PATH
 from tailrace.server.prompts import off_loop_if
 from tailrace.server.sampling import read_max_tokens, read_sampling
@@ -24,35 +24,37 @@ if TYPE_CHECKING:
 async def messages(services: Services, request: Request) -> None:
     """POST /v1/messages."""
     received_s = request.timeline.received_s
-    body = await request.decode(MessagesBody)
-    text, limits = check_open(services)
-    _check_model(body, text)
-    chat = await off_loop_if(_is_long(body), lambda: sampled_chat_of(body))
-    request.timeline.enter("admission")
-    with (
-        services.admission.admitted(1, services.places),
-        renamed("response_format", "output_config.format"),
-    ):
-        request.timeline.enter("tokenise")
-        asked_tokens = read_max_tokens("max_tokens", body.max_tokens) or 0
-        job = await chat_job(
-            chat,
-            read_sampling(chat, limits),
-            text,
-            limits,
-            job_id=f"msg_{uuid.uuid4().hex}",
-            route=ANTHROPIC_PATH,
-            received_s=received_s,
-            max_tokens=asked_tokens,
-            fits_context=True,
-        )
-        form = MessageFormat(
-            job=job,
-            model=text.model_name,
-            http_request_id=request.request_id,
-            asked_tokens=asked_tokens,
-        )
-        await answer(services, request, text, job, form)
+    with early_chat(services, "msg_", system="system") as early:
+        body = await request.decode(MessagesBody, early.see)
+        text, limits = check_open(services)
+        _check_model(body, text)
+        chat = await off_loop_if(_is_long(body), lambda: sampled_chat_of(body))
+        request.timeline.enter("admission")
+        with (
+            services.admission.admitted(1, services.places),
+            renamed("response_format", "output_config.format"),
+        ):
+            request.timeline.enter("tokenise")
+            asked_tokens = read_max_tokens("max_tokens", body.max_tokens) or 0
+            job = await chat_job(
+                chat,
+                read_sampling(chat, limits),
+                text,
+                limits,
+                job_id=early.job_id,
+                early=early,
+                route=ANTHROPIC_PATH,
+                received_s=received_s,
+                max_tokens=asked_tokens,
+                fits_context=True,
+            )
+            form = MessageFormat(
+                job=job,
+                model=text.model_name,
+                http_request_id=request.request_id,
+                asked_tokens=asked_tokens,
+            )
+            await answer(services, request, text, job, form)
 
 
 async def count_tokens(services: Services, request: Request) -> None:

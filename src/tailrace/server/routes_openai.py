@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 async def completions(services: Services, request: Request) -> None:
     """POST /v1/completions."""
     received_s = request.timeline.received_s
-    with early_prompt(services, "cmpl", "prompt") as early:
+    with early_prompt(services, "cmpl-", "prompt") as early:
         body = await request.decode(CompletionBody, early.see)
         text, limits = check_open(services)
         check_model(body.model, text)
@@ -65,7 +65,7 @@ async def completions(services: Services, request: Request) -> None:
 async def chat_completions(services: Services, request: Request) -> None:
     """POST /v1/chat/completions."""
     received_s = request.timeline.received_s
-    with early_chat(services, "chatcmpl") as early:
+    with early_chat(services, "chatcmpl-") as early:
         body = await request.decode(ChatBody, early.see)
         text, limits = check_open(services)
         check_model(body.model, text)
