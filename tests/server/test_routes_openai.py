@@ -123,13 +123,13 @@ def test_chat_logprobs_carry_bytes_also_of_half_characters(call):
     assert [len(entry["top_logprobs"]) for entry in content] == [2, 2]
 
 
-def test_a_half_character_waits_in_the_stream_and_its_logprob_with_it(call):
+def test_a_half_character_is_an_event_without_text_but_with_its_logprob(call):
     request, _ = call(
         CHAT, messages=HI, stream=True, logprobs=True, max_tokens=3, scripts=script("éa")
     )
     chunks = [c["choices"][0] for c in request.events[1:-1]]
-    assert [c["delta"].get("content") for c in chunks] == ["é", "a"]
-    assert [len(c["logprobs"]["content"]) for c in chunks] == [2, 1]
+    assert [c["delta"].get("content") for c in chunks] == ["", "é", "a"]
+    assert [len(c["logprobs"]["content"]) for c in chunks] == [1, 1, 1]
 
 
 def test_max_completion_tokens_goes_before_max_tokens(call):

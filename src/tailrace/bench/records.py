@@ -49,7 +49,7 @@ class Record(msgspec.Struct, kw_only=True):
     finished_s: float | None = None
     """The last bytes were read, or the failure was known."""
     chunk_s: list[float] = []
-    """When each chunk with generated text was read."""
+    """When each chunk with a token was read, from the first with text on."""
     input_tokens: int | None = None
     """As the server counted them."""
     output_tokens: int | None = None

@@ -68,8 +68,8 @@ class OpenAIFormat:
     wants_token_ids: bool = False
     wants_prompt_logprobs: bool = False
     includes_usage: bool = False
-    every_token = False
-    """A token without text of its own (half a character) waits for the next."""
+    every_token = True
+    """Half a character, or a special token, is an event with empty text, as from other engines."""
     # Unix time: a date for people, so the clock that may jump is the right one.
     created: int = field(default_factory=lambda: int(time.time()))
     _begun: set[int] = field(default_factory=set)
@@ -224,7 +224,8 @@ class ChatFormat(OpenAIFormat):
 
     def event(self, piece: Piece) -> bytes:
         """Return a piece as an event."""
-        delta = ChatDelta(content=piece.text) if piece.text else ChatDelta()
+        is_token = piece.finish_reason is None  # without text too, as from other engines
+        delta = ChatDelta(content=piece.text) if piece.text or is_token else ChatDelta()
         calls = None
         if self.job.tools is not None:
             calls = self._calls_of(piece.index, self.job.tools)

@@ -119,3 +119,14 @@ def test_a_refusals_text_is_kept_to_a_bound():
     assert found.status == "http"
     assert found.error.startswith("HTTP 429: no no")
     assert len(found.error) < 2100
+
+
+@pytest.mark.parametrize("empty", [{"text": ""}, {"delta": {"content": ""}}])
+def test_a_token_without_text_is_a_chunk_once_there_was_text(empty):
+    found = record()
+    reading = Reading(found)
+    for at_s, fields in ((0.5, empty), (1.0, {"text": "a"}), (1.5, empty), (2.0, {"text": "b"})):
+        reading.feed(at_s, choice(**fields))
+    reading.feed(2.5, choice(finish_reason="length", **empty))
+    assert found.first_token_s == 1.0
+    assert found.chunk_s == [1.0, 1.5, 2.0]

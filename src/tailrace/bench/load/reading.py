@@ -43,6 +43,14 @@ class _Choice(msgspec.Struct):
             delta.content or delta.reasoning_content or delta.reasoning
         )
 
+    @property
+    def has_token(self) -> bool:
+        """Whether it carries a token, be it without text: half a character, a special token."""
+        if self.has_text:
+            return True
+        is_empty = self.text == "" or (self.delta is not None and self.delta.content == "")
+        return is_empty and not self.finish_reason
+
 
 class _PromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
@@ -83,7 +91,7 @@ class Reading:
         """Take body bytes that were read at `at_s`, in seconds of the run.
 
         Returns:
-            How many chunks with text they completed.
+            How many chunks with a token they completed.
 
         Raises:
             SseError, msgspec.MsgspecError, UnicodeDecodeError: They are no answer (`BAD_BYTES`).
@@ -108,9 +116,10 @@ class Reading:
 
     def _on_choice(self, at_s: float, choice: _Choice) -> None:
         record = self._record
-        if choice.has_text:
-            if record.first_token_s is None:
-                record.first_token_s = at_s
+        if choice.has_text and record.first_token_s is None:
+            record.first_token_s = at_s
+        # Before the first text an empty delta may be no token: a chat begins with its role.
+        if choice.has_token and record.first_token_s is not None:
             record.chunk_s.append(at_s)
         if choice.finish_reason:
             record.finish_reason = choice.finish_reason
