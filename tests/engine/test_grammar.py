@@ -234,6 +234,7 @@ def test_overlapped_steps_bring_the_same_tokens(folder, grammars, kind):
         assert run(engine, requests).tokens == expected.tokens
 
 
+@pytest.mark.slow
 def test_a_preempted_sequence_goes_on_in_its_grammar(folder, grammars):
     long = LLMatcher.grammar_from_regex("([a-z]{3}-){24}end")
     requests = [request(name, long, prompt=b"x" * 20) for name in ("a", "bb", "ccc", "dddd")]
