@@ -15,7 +15,7 @@ from typing import Any
 import schemathesis
 
 MODEL = os.environ["CONFORMANCE_MODEL"]
-FEW_TOKENS = 4
+FEW_TOKENS = 2
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 LENGTH_OF = {
     "/completions": "max_tokens",
@@ -44,7 +44,7 @@ def before_call(_: schemathesis.HookContext, case: schemathesis.Case, __: dict[s
     for name in LENGTHS:
         if type(body.get(name)) is int and body[name] > FEW_TOKENS:
             body[name] = FEW_TOKENS
-    if path in LENGTH_OF and not any(name in body for name in LENGTHS):
+    if path in LENGTH_OF and all(body.get(name) is None for name in LENGTHS):
         body[LENGTH_OF[path]] = FEW_TOKENS
     for name in REFUSED.get(path, ()):
         body.pop(name, None)

@@ -97,9 +97,9 @@ def main() -> int:
         TemporaryDirectory(prefix="tailrace-conformance-") as folder,
         LocalServer(SETTINGS) as server,
     ):
-        for suite in SUITES:
+        for suite in SUITES if options.only != "schemathesis" else ():
             ok &= _comply(tools, server.url, suite)
-        for description in DESCRIPTIONS:
+        for description in DESCRIPTIONS if options.only != "llm-comply" else ():
             spec = getattr(options, f"{description.protocol}_spec")
             spec = spec or _spec_path(tools, description.protocol)
             out = Path(folder) / f"{description.protocol}.json"
@@ -110,6 +110,7 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--examples", type=int, default=30, help="of schemathesis, each operation")
+    parser.add_argument("--only", choices=("llm-comply", "schemathesis"), help="one of both")
     parser.add_argument("--tools", type=Path, required=True, help="the suites' bin folder")
     for description in DESCRIPTIONS:
         parser.add_argument(f"--{description.protocol}-spec", help="path of its OpenAPI file")
@@ -181,7 +182,14 @@ def _schemathesis(
         url + description.base,
     ]
     command += ["--header", description.key_header, "--checks", ",".join(CHECKS)]
-    command += ["--max-examples", str(examples), "--continue-on-failure", "--no-shrink"]
+    command += [
+        "--max-examples",
+        str(examples),
+        "--workers",
+        "4",
+        "--continue-on-failure",
+        "--no-shrink",
+    ]
     command += ["--request-timeout", "60", "--report", "json", "--report-json-path", str(out)]
     for path in description.paths:
         command += ["--include-path", path]
