@@ -28,6 +28,7 @@ from tailrace.kernels.linear import (
     triton_int4,
     triton_skinny,
 )
+from tailrace.kernels.paged_attention.contiguous import WHOLE
 from tailrace.kernels.paged_attention.triton_decode import decode_kernel
 from tailrace.kernels.paged_attention.triton_prefill import prefill_kernel
 from tailrace.kernels.rms_norm.triton import rms_norm_kernel
@@ -94,10 +95,12 @@ def attention_cases(kind: int) -> Iterator[Case]:
     for head_dim, rows in PREFILL[kind].items():
         heads, kv_heads = HEADS[head_dim]
         known = {"NUM_HEADS": heads, "GROUP": heads // kv_heads, "UNIT": 16, "HEAD_DIM": head_dim}
-        for shape in sorted({shape for _, shape in rows}, key=str):
-            tile = {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n}
+        shapes = sorted({shape for _, shape in rows}, key=str)
+        for shape, unit in itertools.product(shapes, (16, WHOLE)):
+            tile = {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "UNIT": unit}
+            where = "" if unit == 16 else " in one piece"
             yield Case(
-                f"prefill {head_dim} {shape.block_m}x{shape.block_n}",
+                f"prefill {head_dim} {shape.block_m}x{shape.block_n}{where}",
                 prefill_kernel,
                 {**UNIT_STRIDES, **known, **tile},
                 shape.num_warps,

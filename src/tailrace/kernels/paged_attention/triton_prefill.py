@@ -182,6 +182,7 @@ def prefill(
     scale: float,
     shape: Shape,
     kv_scales: KVScales = UNSCALED,
+    unit: int | None = None,
 ) -> None:
     """Write causal attention of the rows in `tiles` into `out_THD`.
 
@@ -197,9 +198,10 @@ def prefill(
         scale: Of the scores.
         shape: Tile sizes; `tiles` are cut for `shape.block_m`.
         kv_scales: Of a float8 cache.
+        unit: Tokens of a unit, where the cache's shape does not say it.
     """
     num_heads, head_dim = q_THD.shape[1:]
-    num_kv_heads, unit = v_cache.shape[1:3]
+    num_kv_heads = v_cache.shape[1]
     prefill_kernel[(num_heads, tiles.shape[0])](
         q_THD,
         k_cache,
@@ -222,7 +224,7 @@ def prefill(
         v_cache.stride(3),
         NUM_HEADS=num_heads,
         GROUP=num_heads // num_kv_heads,
-        UNIT=unit,
+        UNIT=v_cache.shape[2] if unit is None else unit,
         HEAD_DIM=head_dim,
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,

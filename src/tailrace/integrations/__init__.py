@@ -1,0 +1,1 @@
+"""Tailrace's parts inside other people's programs."""
