@@ -45,7 +45,7 @@ def formula(q, k, v, spans, scale):
     return out.transpose(1, 2)
 
 
-def random_case(on_triton, spans, *, heads=4, kv_heads=2, head_dim=16, spare=3):
+def random_case(on_triton, spans, *, heads=2, kv_heads=1, head_dim=16, spare=3):
     """Return q, k, v with NaN in every key that is not real, and in every query."""
     batch, stop = len(spans.firsts), spans.query_offset + spans.query_length
     q = on_triton.rounded(torch.randn(batch, heads, spans.query_length, head_dim))
@@ -80,7 +80,7 @@ def inside_a_larger_cache(x):
 @pytest.mark.parametrize("name", PADDINGS)
 def test_every_padding_equals_the_formula(on_triton, name):
     spans = PADDINGS[name]
-    q, k, v = random_case(on_triton, spans)
+    q, k, v = random_case(on_triton, spans, heads=4, kv_heads=2)
     found = run(on_triton, *(on_triton.half(x) for x in (q, k, v)), spans)
     assert_close(name, found, formula(q, k, v, spans, 0.3), **on_triton.tolerance)
 
@@ -97,11 +97,13 @@ def test_any_layout_gives_the_same_bits(on_triton, key_layout, value_layout):
 
 @pytest.mark.parametrize("layout", [token_major, inside_a_larger_cache, torch.Tensor.contiguous])
 def test_the_layouts_of_models_and_caches_are_read_in_place(on_triton, monkeypatch, layout):
-    spans = PADDINGS["none"]
-    q, k, v = (on_triton.half(x) for x in random_case(on_triton, spans))
+    spans = Spans.unpadded(2, 9, 0)
+    q, k, v = (on_triton.half(x) for x in random_case(on_triton, spans, heads=4, kv_heads=2))
     given_k, given_v, seen = layout(k), layout(v), []
     launch = contiguous._launch
-    monkeypatch.setattr(contiguous, "_launch", lambda *a: (seen.append(a[:3]), launch(*a)))
+    monkeypatch.setattr(
+        contiguous, "_launch", lambda *a, **known: (seen.append(a[:3]), launch(*a, **known))
+    )
     given_q = token_major(q)
     run(on_triton, given_q, given_k, given_v, spans)
     ((used_q, used_k, used_v),) = seen
@@ -113,7 +115,7 @@ def test_the_layouts_of_models_and_caches_are_read_in_place(on_triton, monkeypat
 def test_one_key_for_all_sequences_is_copied_or_read(on_triton):
     """Sequences that share their memory, and ones that lie half a token apart."""
     spans = Spans.unpadded(2, 70, 0)
-    q, k, v = random_case(on_triton, spans)
+    q, k, v = random_case(on_triton, spans, heads=4, kv_heads=2)
     shared_k, shared_v = (x[:1].expand(2, -1, -1, -1) for x in (k, v))
     expected = formula(q, shared_k, shared_v, spans, 0.3)
     on_device = (on_triton.half(q), *(on_triton.half(x[:1]).expand(2, -1, -1, -1) for x in (k, v)))

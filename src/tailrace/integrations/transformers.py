@@ -8,7 +8,7 @@
 The model is not changed: transformers asks its registry for the attention function of that name in
 every layer. Ours computes prompts, whole or in chunks over a cached prefix, with the kernel that
 the server uses, and hands everything else to SDPA (`Reason`); `fallbacks` says what and how often.
-What SDPA would silently leave out (soft caps, attention sinks) is an error.
+What SDPA would silently leave out (soft caps, attention sinks, a paged cache) is an error.
 
 A mask of [B, 1, Q, T] booleans does not say that it is causal but for padding, and reading it in
 every layer would cost more than the attention. So the mask is built by a function of ours, which
@@ -124,6 +124,14 @@ _TALLY = _Tally()
 _NOTES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
+# What a layer may ask for and SDPA does not look at.
+_LEFT_OUT = {
+    "softcap": "soft-capped scores",
+    "s_aux": "attention sinks",
+    "read_index": "the paged cache of continuous batching",
+}
+
+
 def register(name: str = "tailrace") -> None:
     """Make the attention known to transformers; again does no harm.
 
@@ -151,7 +159,7 @@ def reset() -> None:
     _TALLY.logged.clear()
 
 
-def tailrace_attention(
+def tailrace_attention(  # noqa: PLR0917 - transformers' order
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -178,11 +186,11 @@ def tailrace_attention(
         kwargs: What else the model says; see `Reason`.
 
     Raises:
-        ConfigError: Soft-capped scores or attention sinks, which SDPA would leave out.
+        ConfigError: What SDPA would leave out: soft-capped scores, sinks, a paged cache.
     """
     _refuse_what_sdpa_leaves_out(kwargs)
     found: Spans | Reason | None = None
-    if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+    if not _is_traced():
         call = _Call(module, query, key, value, dropout, is_causal, kwargs)
         found = _why_not(call) or _spans(call, attention_mask)
         if not isinstance(found, Reason):
@@ -210,7 +218,7 @@ def tailrace_mask(**kwargs: Any) -> Tensor | None:
         kwargs: What `transformers.masking_utils.sdpa_mask` takes.
     """
     mask: Tensor | None = sdpa_mask(**kwargs)
-    if mask is None or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if mask is None or _is_traced():
         return mask
     batch, _, queries, keys = mask.shape
     _NOTES[mask] = _Note(_read(kwargs, batch, queries, keys), (batch, queries, keys))
@@ -218,12 +226,17 @@ def tailrace_mask(**kwargs: Any) -> Tensor | None:
 
 
 def _refuse_what_sdpa_leaves_out(extras: dict[str, Any]) -> None:
-    for name, what in (("softcap", "soft-capped scores"), ("s_aux", "attention sinks")):
+    for name, what in _LEFT_OUT.items():
         if extras.get(name) is not None:
             raise ConfigError(
-                f"{what} ({name}): neither Tailrace's kernel nor SDPA computes them; "
+                f"{what} ({name}): neither Tailrace's kernel nor SDPA follows that here; "
                 'model.set_attn_implementation("eager")'
             )
+
+
+def _is_traced() -> bool:
+    tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    return torch.compiler.is_compiling() or tracing
 
 
 def _why_not(call: _Call) -> Reason | None:
@@ -240,6 +253,7 @@ def _is_interpreted() -> bool:
 
 
 def _has_no_gpu(call: _Call) -> bool:
+    # Under ROCm a tensor also says that it is on "cuda".
     if torch.version.hip is not None:
         return True
     return any(x.device != call.query.device for x in call.tensors) or not (
@@ -327,7 +341,7 @@ def _spans(call: _Call, mask: Tensor | None) -> Spans | Reason:
     if mask is None:
         # As SDPA: a key for each query, from the first on; the rest of a static cache is unused.
         return Spans.unpadded(batch, queries, 0) if keys >= queries else Reason.MASK_SHAPE
-    note: _Note | None = _NOTES.get(mask)
+    note: _Note | None = _NOTES.get(mask)  # type: ignore[no-untyped-call]
     if note is None:
         return Reason.MASK_OF_CALLER
     return note.found if note.shape == (batch, queries, keys) else Reason.MASK_SHAPE
@@ -345,7 +359,7 @@ def _read(kwargs: dict[str, Any], batch: int, queries: int, keys: int) -> Spans 
         return Reason.MASK_NOT_CAUSAL
     from tailrace.kernels.paged_attention.contiguous import Spans  # noqa: PLC0415 - needs Triton
 
-    # Since 5.0 an integer, or a tensor of one for a static cache; before, every query's position.
+    # An integer, a tensor of one for a static cache, or (in older releases) every position.
     offset = kwargs.get("q_offset", kwargs.get("cache_position", 0))
     if isinstance(offset, torch.Tensor):
         offset = int(offset.flatten()[0])

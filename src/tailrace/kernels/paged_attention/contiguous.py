@@ -123,9 +123,7 @@ def attend(
     batch, num_heads, queries, head_dim = q_BHQD.shape
     apart = _tokens_apart(k_BHTD)
     if apart is None or apart != _tokens_apart(v_BHTD):
-        k_BHTD, v_BHTD = (
-            x.clone(memory_format=torch.contiguous_format) for x in (k_BHTD, v_BHTD)
-        )
+        k_BHTD, v_BHTD = (x.clone(memory_format=torch.contiguous_format) for x in (k_BHTD, v_BHTD))
         apart = k_BHTD.stride(0) // k_BHTD.stride(2)
     q_THD = q_BHQD.transpose(1, 2).reshape(batch * queries, num_heads, head_dim)
     out_THD = torch.zeros_like(q_THD) if spans.is_padded else torch.empty_like(q_THD)
@@ -135,7 +133,7 @@ def attend(
         # Another stream may have made them, and drop them before this one has read them.
         indices.memory.record_stream(torch.cuda.current_stream(q_THD.device))
     if len(indices.tiles):
-        _launch(q_THD, k_BHTD, v_BHTD, out_THD, indices, scale, shape)
+        _launch(q_THD, k_BHTD, v_BHTD, out_THD, indices=indices, scale=scale, shape=shape)
     return out_THD.view(batch, queries, num_heads, head_dim)
 
 
@@ -144,6 +142,7 @@ def _launch(
     k_BHTD: Tensor,
     v_BHTD: Tensor,
     out_THD: Tensor,
+    *,
     indices: _Indices,
     scale: float,
     shape: Shape,
@@ -188,8 +187,8 @@ def _indices(spans: Spans, apart: int, block_m: int, device: torch.device) -> _I
     # Layers inside inference_mode and outside it share them.
     with torch.inference_mode(False):
         memory = torch.from_numpy(np.concatenate(parts)).to(device)
-    views = memory.split([len(part) for part in parts])
-    return _Indices(memory, views[0].view(-1, 2), views[1], views[2], views[3].view(-1, 1))
+    flat, *rest = torch.split(memory, [len(part) for part in parts])
+    return _Indices(memory, flat.view(-1, 2), rest[0], rest[1], rest[2].view(-1, 1))
 
 
 def index_arrays(spans: Spans, apart: int, block_m: int) -> tuple[np.ndarray, ...]:
