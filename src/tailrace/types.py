@@ -58,6 +58,12 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Monotonic seconds at which the front end had the request complete."""
     priority: int = 0
     """Smaller is served sooner."""
+    key: str = ""
+    """Whose it is: the name of an API key, never the key; requests share by it."""
+    share: float = 1.0
+    """Of the tokens served to keys of one priority."""
+    max_sequences: int = 0
+    """Most that this key may have here, waiting or running; 0: no limit of its own."""
     cache_salt: str = ""
     """Prefix-cache entries are shared only between requests of one salt."""
 
@@ -183,7 +189,7 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Sent once, with the first token; one for each prompt token, the first being None."""
     finish_reason: str | None = None
-    """"stop" (EOS or stop id), "length", "abort", "error" or "refused" (the house is full); None
+    """"stop" (EOS or stop id), "length", "abort", "error" or "refused" (no room, or too late); None
     while the sequence goes on."""
     stop_token_id: int | None = None
     """The token that caused "stop", so that the front end leaves it out of the text."""
@@ -191,6 +197,11 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     """For "error" and "refused": what happened, fit for the client."""
     may_retry: bool = False
     """For "error": the same request may succeed later."""
+    retry_after_s: float | None = None
+    """For "refused": when there will be room, as predicted; None where nothing can be."""
+    predicted_ttft_s: float | None = None
+    """With the first token, and where it was refused: from `arrival_s` to the first token, as
+    expected when the request came."""
     times: RequestTimes | None = None
     """With the first token, with the first one after a preemption, and with the last output."""
 
@@ -337,6 +348,11 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True):
     step_costs: StepCosts | None = None
     """As learnt up to now; None where there was no warm-up to fit them."""
     timings: StepTimings | None = None
+    place_free_s: float | None = None
+    """From `time_s` until one of those that run ends, as predicted; None where nobody waits, or
+    without a model of step time."""
+    late_refusals_total: int = 0
+    """Requests refused for a first token that would have come too late."""
     memory_failures_total: int = 0
     """Steps that found no memory on the device."""
 

@@ -4,8 +4,8 @@ Rules, in this order:
 1. One token budget a step, no phases: decodes and prefill chunks share a batch. Where a time is to
    be kept (pace.py), the prompts beside decodes are cut to it as well.
 2. Decodes come first, one token each, so that no prompt can starve a running stream.
-3. What the budget leaves goes to prefills in order (priority, then age): first those under way,
-   then new ones. Several may be mid-prefill at once.
+3. What the budget leaves goes to prefills in order (priority, then fair shares of keys, see
+   shares.py, then age): first those under way, then new ones. Several may be mid-prefill at once.
 4. A waiting sequence is admitted where a slot is free and its expected length can be leased; or, on
    borrowed units, where its prompt is available now and what remains lets everybody grow by a few
    tokens, in which somebody will likely end. Who was preempted four times needs a full lease.
@@ -21,6 +21,8 @@ Rules, in this order:
 9. After a step that found no memory on the device, its chunks are computed again, in steps of half
    the token budget; every so many steps without such a failure it doubles again.
 10. A preempted sequence whose last token is still in flight waits until that token is known.
+11. No priority starves: after fifteen admissions past somebody of a lower priority, whoever of
+   those has waited longest is admitted next.
 
 Steps overlap (see sequence.py): `schedule` may be called for step N+1 before `commit` of step N.
 Units that a preempted or finished sequence gives back may be handed out at once although a step
@@ -36,6 +38,7 @@ from typing import TYPE_CHECKING
 from tailrace.engine.early_prompts import STEP_SHARE, EarlyPrompts
 from tailrace.engine.forecast import AnswerLengths
 from tailrace.engine.sequence import NO_SLOT, Sequence, Status
+from tailrace.engine.shares import Shares
 from tailrace.engine.step_time import StepLoad
 from tailrace.errors import EngineError
 from tailrace.types import attended
@@ -52,9 +55,11 @@ _LEAST_BUDGET_SHARE = 8
 _STEPS_TO_RECOVER = 64
 # What is kept for each running sequence when somebody starts on borrowed units. More costs
 # concurrency, less costs preemptions: docs/performance.md, "The block manager".
-_GROWTH_TOKENS = 19
+GROWTH_TOKENS = 19
 _PATIENCE = 4
 """Preemptions after which a sequence waits for a full lease."""
+MOST_OVERTAKEN = 15
+"""Admissions in a row of others than the lowest priority, while somebody of a lower one waits."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +175,8 @@ class Scheduler:
         self.returns_total = 0
         """Preemptions that gave lent units back to an owner; others had outgrown their lease."""
         self.answers = AnswerLengths()
+        self.shares = Shares()
+        self._overtaken = 0
         self._budget_now = token_budget
         self._steps_since_cut = 0
         self._rewound: list[Sequence] = []
@@ -191,6 +198,12 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a waiting sequence at its place in the order."""
+        if sequence.start is None:
+            guess = self.answers.expect(0, sequence.max_output)
+            sequence.expected_cost = sequence.num_prompt + guess
+            sequence.start = self.shares.enter(
+                sequence.priority, sequence.key, sequence.share, sequence.expected_cost
+            )
         bisect.insort(self.waiting, sequence, key=lambda s: s.order)
 
     def finish(self, sequence: Sequence, *, forget: bool = False) -> None:
@@ -210,6 +223,16 @@ class Scheduler:
             if sequence.num_output:
                 self.answers.observe(sequence.num_output)
         sequence.move("finish")
+        self._settle_share(sequence)
+
+    def _settle_share(self, sequence: Sequence) -> None:
+        """Charge a sequence's key what it has really cost."""
+        if sequence.start is None:  # it never came whole
+            return
+        has_run = sequence.num_computed or sequence.num_output or sequence.preemptions
+        prompt = max(0, sequence.num_prompt - sequence.cached_tokens) if has_run else 0
+        surplus = prompt + sequence.num_output - sequence.expected_cost
+        self.shares.leave(sequence.priority, sequence.key, sequence.share, surplus)
 
     def schedule(self) -> Step:
         """Choose the next step's chunks; empty chunks mean that there is nothing to do now."""
@@ -371,7 +394,7 @@ class Scheduler:
     def _admit(self, step: Step) -> None:
         """Start waiting sequences, in order, while slots, units and budget last."""
         while self.waiting and self._free_slots and self._left(step) > 0:
-            sequence = self.waiting[0]
+            sequence = self._next()
             if sequence.steps_in_flight and sequence.kv is None:
                 return
             if not self._fits(sequence):
@@ -379,7 +402,8 @@ class Scheduler:
                 if self.early.give_way(to=sequence, kept_too=not self.running):
                     continue
                 return  # nobody overtakes: smaller ones cannot starve the first in order
-            self.waiting.pop(0)
+            self.waiting.remove(sequence)
+            self._note_overtaking(sequence)
             table = self._table_for(step, sequence)
             if not sequence.preemptions:
                 sequence.cached_tokens = table.cached_tokens
@@ -390,6 +414,21 @@ class Scheduler:
             end = self._chunk_end(step, sequence)
             self.blocks.grow(table, end)
             step.add(_chunk(sequence, end))
+
+    def _next(self) -> Sequence:
+        """Choose who is admitted next: the first in order, or who was overtaken for long."""
+        first = self.waiting[0]
+        if self._overtaken < MOST_OVERTAKEN:
+            return first
+        lower = (s for s in self.waiting if s.priority > first.priority)
+        return min(lower, key=lambda s: (s.arrival_s, s.request_id), default=first)
+
+    def _note_overtaking(self, admitted: Sequence) -> None:
+        """Count who goes before others of a lower priority, once it has left the waiting list."""
+        self.shares.begin(admitted.priority, admitted.start or 0.0)
+        is_past = bool(self.waiting) and self.waiting[-1].priority > admitted.priority
+        was_due = self._overtaken >= MOST_OVERTAKEN
+        self._overtaken = self._overtaken + 1 if is_past and not was_due else 0
 
     def _table_for(self, step: Step, sequence: Sequence) -> Table:
         """Open a table for who is admitted, or go on with the one filled early or swapped out."""
@@ -449,7 +488,7 @@ class Scheduler:
         if sequence.preemptions >= _PATIENCE:
             return False
         others = blocks.reserved_units - blocks.reserved_for(sequence.request_id)
-        growth = blocks.units_for(_GROWTH_TOKENS * len(self.running))
+        growth = blocks.units_for(GROWTH_TOKENS * len(self.running))
         return now + growth + others <= blocks.available_units
 
     def _preempt(self, step: Step, victim: Sequence) -> None:

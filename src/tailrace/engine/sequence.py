@@ -69,6 +69,17 @@ class Sequence:
     """`max_tokens`, or what the context leaves."""
     arrival_s: float
     priority: int = 0
+    key: str = ""
+    """Whose it is, for fair shares; "" is everybody without a name."""
+    share: float = 1.0
+    start: float | None = None
+    """Its place among the keys of its priority (shares.py); None before it was queued."""
+    expected_cost: int = 0
+    """Tokens that it was expected to cost, prompt and answer, when it was queued."""
+    likely_cached: int = 0
+    """Prompt tokens found in the prefix cache when it was queued."""
+    predicted_ttft_s: float | None = None
+    """From `arrival_s` to its first token, as expected when it was queued."""
     cache_salt: str | None = ""
     """Whose cached prefixes it shares; None: nobody's, and it leaves none."""
     status: Status = Status.WAITING
@@ -158,9 +169,9 @@ class Sequence:
         return self.recover_to > 0 and self.status is Status.RUNNING
 
     @property
-    def order(self) -> tuple[int, float, str]:
-        """Who comes first: priority, then age; the id makes it total."""
-        return (self.priority, self.arrival_s, self.request_id)
+    def order(self) -> tuple[int, float, float, str]:
+        """Who comes first: priority, then fair share, then age; the id makes it total."""
+        return (self.priority, self.start or 0.0, self.arrival_s, self.request_id)
 
     def move(self, event: str) -> None:
         """Follow the table.
@@ -188,4 +199,5 @@ def _take(sequence: Sequence, request: EngineRequest, context_length: int) -> No
     sequence.arrival_s = request.arrival_s
     sequence.spent = Spent(request.arrival_s)  # what was computed before cost it no time
     sequence.priority = request.priority
+    sequence.key, sequence.share = request.key, request.share
     sequence.cache_salt = _salt_of(request)

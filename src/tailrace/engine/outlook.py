@@ -1,0 +1,210 @@
+"""When a first token is due, and when a place will be free: the steps to come, walked in bulk.
+
+    house now --> prompts ahead, in order, then one's own --> the end of the step that samples
+
+The walk does not go step by step. Steps that carry the same are taken as one stretch, and a stretch
+ends where a prompt is done (it becomes a stream) or a stream ends (its place and its KV are free).
+So it takes as many stretches as there are sequences, whatever their lengths:
+
+    | prompt A, 3.2 steps | B, 0.5 | . . 0.3 to the step's end | decodes until a place is free | C ...
+
+Prompts share steps, so a stretch may end inside one; where nobody fills that step up, it is closed.
+What it does not foresee: who comes later and goes first, answers of another length than the latest
+ones had, preemptions, and steps cut for lack of memory.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tailrace.types import StepCosts
+
+_TOUCH = 1e-9
+"""Of a step: less is nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Prompts, or one, that are to be computed next."""
+
+    start: int
+    """Tokens of each that need no computing: done, or cached."""
+    left: int
+    """Tokens of each that do."""
+    answer: int
+    """Tokens expected to follow each."""
+    waits: bool = True
+    """Whether they need places first."""
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A sequence that decodes."""
+
+    context: int
+    left: int
+    """Tokens expected to come."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class House:
+    """Who is there, and what steps cost.
+
+    Attributes:
+        costs: The model of step time.
+        streams: Who decodes.
+        prompts: Who is computed before the one that asks, in order.
+        places_free: Of the batch.
+        kv_free: Tokens of KV that are free.
+        growth: Tokens of KV that are left to each running sequence when somebody is admitted.
+        token_budget: Most rows of a step.
+        target_s: Most seconds of a step with decodes; 0: no such target.
+        least_tokens: Prompt tokens that such a step carries all the same.
+        busy_s: Until the step in flight is done.
+    """
+
+    costs: StepCosts
+    streams: list[Stream] = field(default_factory=list)
+    prompts: list[Ahead] = field(default_factory=list)
+    places_free: int
+    kv_free: int
+    growth: int = 0
+    token_budget: int
+    target_s: float = 0.0
+    least_tokens: int = 1
+    busy_s: float = 0.0
+
+    def first_token_s(self, own: Ahead) -> float:
+        """Return the seconds until the first token of who comes after all these."""
+        walk = _Walk(self)
+        for prompt in self.prompts:
+            walk.compute(prompt)
+        walk.compute(own)
+        walk.close_step()
+        return walk.seconds
+
+    def place_free_s(self, places: int = 1) -> float:
+        """Return the seconds until so many of those that run have ended, or all of them."""
+        walk = _Walk(self)
+        for prompt in self.prompts:
+            if not prompt.waits:
+                walk.compute(prompt)
+        walk.close_step()
+        walk.end(places - walk.ended)
+        return walk.seconds
+
+
+class _Walk:
+    """The house as time goes on."""
+
+    def __init__(self, house: House) -> None:
+        self.seconds = house.busy_s
+        self.ended = 0
+        self._house, self._costs = house, house.costs
+        self._steps = 0.0
+        self._filled = 0.0
+        """How much of the present step prompts have taken."""
+        self._ends = [(float(max(1, s.left)), 1, s.context + s.left) for s in house.streams]
+        """Steps at which streams end, how many, and the KV that they hold by then."""
+        heapq.heapify(self._ends)
+        self._decodes = len(house.streams)
+        self._context = float(sum(stream.context for stream in house.streams))
+        self._places = house.places_free
+        self._kv = float(house.kv_free)
+
+    def compute(self, prompt: Ahead) -> None:
+        """Go on until prompts are computed; they decode from then on."""
+        if prompt.waits:
+            self._admit(prompt)
+        self._kv -= prompt.left * prompt.count
+        left, depth = float(prompt.left * prompt.count), prompt.start + (prompt.left + 1) / 2
+        while left > _TOUCH:
+            room = self._room(depth)
+            steps = left / room
+            if self._ends:
+                steps = min(steps, max(0.0, self._ends[0][0] - self._steps))
+            self._go(steps, room, room * depth)
+            self._filled = (self._filled + steps) % 1.0
+            left -= steps * room
+            self._note_ends()
+        length = prompt.start + prompt.left
+        held = (length + prompt.answer) * prompt.count
+        heapq.heappush(self._ends, (self._steps + max(1, prompt.answer), prompt.count, held))
+        self._decodes += prompt.count
+        self._context += length * prompt.count
+
+    def close_step(self) -> None:
+        """Let a step end that prompts do not fill."""
+        if self._filled > _TOUCH:
+            self._go(1.0 - self._filled, 0.0, 0.0)
+        self._filled = 0.0
+
+    def end(self, places: int) -> None:
+        """Go on until so many streams more have ended."""
+        wanted = self.ended + places
+        while self._ends and self.ended < wanted:
+            self._go_to_end()
+
+    def _admit(self, prompt: Ahead) -> None:
+        kept = self._house.growth * self._decodes
+        if self._places < prompt.count or self._kv < prompt.left * prompt.count + kept:
+            self.close_step()
+        while self._ends and (
+            self._places < prompt.count
+            or self._kv < prompt.left * prompt.count + self._house.growth * self._decodes
+        ):
+            self._go_to_end()
+        self._places -= prompt.count
+
+    def _go_to_end(self) -> None:
+        """Go on to the next end of a stream, with decodes alone."""
+        self._go(max(0.0, self._ends[0][0] - self._steps), 0.0, 0.0)
+        self._steps = max(self._steps, self._ends[0][0])
+        self._note_ends()
+
+    def _go(self, steps: float, tokens: float, pairs: float) -> None:
+        grown = steps * self._decodes
+        self.seconds += steps * self._step_s(tokens, pairs, self._context + grown / 2)
+        self._steps += steps
+        self._context += grown
+        self._kv -= grown
+
+    def _step_s(self, tokens: float, pairs: float, context: float) -> float:
+        """As `StepCosts.predict`, for parts of tokens, and for steps that have but begun."""
+        costs = self._costs
+        return (
+            costs.base_s
+            + costs.token_s * max(0.0, tokens + self._decodes - costs.free_rows)
+            + costs.attention_s * pairs
+            + costs.decode_s * self._decodes
+            + costs.kv_s * context
+        )
+
+    def _note_ends(self) -> None:
+        while self._ends and self._ends[0][0] <= self._steps + _TOUCH:
+            _, count, held = heapq.heappop(self._ends)
+            self.ended += count
+            self._decodes -= count
+            self._context = max(0.0, self._context - held)
+            self._places += count
+            self._kv += held
+
+    def _room(self, depth: float) -> float:
+        """Return how many prompt tokens a step carries now, each attending to `depth` positions."""
+        house, costs = self._house, self._costs
+        most = max(1.0, house.token_budget - self._decodes)
+        if not house.target_s or not self._decodes:
+            return most
+        spare_s = house.target_s - self._step_s(0.0, 0.0, self._context)
+        shallow_s = costs.attention_s * depth
+        hidden = max(0, costs.free_rows - self._decodes)
+        if shallow_s * hidden < spare_s:
+            slope_s = costs.token_s + shallow_s
+            fitting = hidden + (spare_s - shallow_s * hidden) / slope_s if slope_s else most
+        else:
+            fitting = spare_s / shallow_s if shallow_s else 0.0
+        return min(most, max(float(house.least_tokens), fitting))
