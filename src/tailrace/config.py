@@ -57,9 +57,14 @@ class EngineConfig:
     )
     gpus: tuple[int, ...] = setting((), "Device indices; empty serves on the CPU.")
     context_length: int = setting(0, "Most tokens of one sequence; 0 takes the model's own.")
-    max_batch_size: int = setting(32, "Most requests that run at once.")
+    max_batch_size: int = setting(32, "Most sequences that run at once.")
     max_num_batched_tokens: int = setting(
         0, "Token budget of a step: decodes first, prefill chunks fill the rest; 0: by device."
+    )
+    max_ttft: float = setting(
+        0.0,
+        "Seconds; a request whose first token is predicted to come later is refused at once (429). "
+        "0: none is. Needs the warm-up's prediction of steps.",
     )
     itl_target_ms: float | str = setting(
         "auto",
@@ -108,6 +113,7 @@ class EngineConfig:
         _one_of("quant-type", self.quant_type, QUANT_TYPES)
         self._check_device()
         self._check_itl_target()
+        self._check_max_ttft()
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 f"--gpu-memory-utilization {self.gpu_memory_utilization}: must be above 0 and at "
@@ -154,6 +160,15 @@ class EngineConfig:
         if self.itl_target_ms == "auto":
             return _GPU_ITL_TARGET_S if self.gpus and self.warmup else 0.0
         return float(self.itl_target_ms) / 1e3
+
+    def _check_max_ttft(self) -> None:
+        if not 0.0 <= self.max_ttft < float("inf"):
+            raise ConfigError(f"--max-ttft {self.max_ttft}: must be seconds above 0, or 0 (off)")
+        if self.max_ttft and not self.warmup:
+            raise ConfigError(
+                f"--max-ttft {self.max_ttft:g} with --no-warmup: steps are timed at warm-up, and a "
+                "first token cannot be predicted without; leave --no-warmup out, or the limit"
+            )
 
     def _check_itl_target(self) -> None:
         if self.late_binding and not self.warmup:
@@ -218,7 +233,9 @@ class ServerConfig:
         (), "Origins that browsers may call from, by comma; '*' for any."
     )
     max_waiting: int = setting(
-        1024, "Requests that may wait beyond `max_batch_size`; further ones get 429."
+        1024,
+        "Sequences that may wait beyond `max_batch_size`; further ones get 429 with Retry-After. "
+        "0: who would have to wait is refused.",
     )
     max_body_bytes: int = setting(
         16 * 1024 * 1024, "Largest request body; a larger one is answered 413."

@@ -7,7 +7,8 @@
 always has its next batch at hand. What this costs: a sequence that ends on an EOS nobody could
 foresee has one row computed in vain.
 
-A request with a grammar waits, outside the scheduler, until that is compiled on its thread.
+A request with a grammar waits, outside the scheduler, until that is compiled on its thread. Whether
+a request may queue at all is the gate's to say (gate.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import structlog
 
 from tailrace.engine.early_prompts import POOL_SHARE
+from tailrace.engine.gate import Gate, Refusal
 from tailrace.engine.phases import StepSums
 from tailrace.engine.sequence import Sequence, Status
 from tailrace.engine.step_meter import StepMeter
@@ -52,6 +54,8 @@ log = structlog.get_logger("tailrace.engine")
 
 _COMPILE_WAIT_S = 0.002
 """An engine with nothing else to do looks so often for new requests while a grammar compiles."""
+_OUTLOOK_S = 0.1
+"""Reports say when a place will be free as it was predicted at most so long ago."""
 _NO_MEMORY = (
     "the device ran out of memory in this request's step, and again when it was computed anew; "
     "try again later, or send a shorter prompt"
@@ -138,6 +142,7 @@ class Engine:
         step_time: Learns from every step; by default one that was not fitted and stays so.
         late_binding: Says how long to hold the next step; None: it is issued at once.
         grammars: Compiles them; None: requests with a grammar are refused.
+        gate: Says who may queue; None: everybody may.
         block_bytes: Of KV in one unit; for the statistics.
     """
 
@@ -154,6 +159,7 @@ class Engine:
         step_time: StepTimeModel | None = None,
         late_binding: LateBinding | None = None,
         grammars: GrammarCompiler | None = None,
+        gate: Gate | None = None,
         block_bytes: int = 0,
     ) -> None:
         self.scheduler = scheduler
@@ -162,6 +168,7 @@ class Engine:
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
         self.step_time = step_time or StepTimeModel()
+        self.gate = gate or Gate(scheduler, self.step_time)
         self.meter = StepMeter()
         self._late = late_binding
         self._block_bytes = block_bytes
@@ -172,6 +179,8 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._reserved: dict[str, float] = {}
         """Deadlines of leases, and of early work, whose request has not come yet."""
+        self._place_free_s: float | None = None
+        self._place_free_asked_s = float("-inf")
         self._in_flight: _InFlight | None = None
         self._last_done_s = 0.0
         self._counters = _Counters()
@@ -192,14 +201,26 @@ class Engine:
         fault = self._fault(request)
         if fault is not None:
             return self._refuse(request, fault)
+        refusal = self._key_refusal(request)
+        if refusal is not None:
+            return self._turn_away(request.request_id, refusal)
         if not request.sampling.grammar:
-            self._start(request, None)
-        elif self._grammars is None:
+            return self._start(request, None)
+        if self._grammars is None:
             return self._refuse(request, "this engine serves no grammars")
-        else:
-            compiled = self._grammars.compile_soon(request.sampling.grammar)
-            self._compiling[request.request_id] = (request, compiled)
+        compiled = self._grammars.compile_soon(request.sampling.grammar)
+        self._compiling[request.request_id] = (request, compiled)
         return None
+
+    def turn_away(self, request_id: str, reason: str) -> TokenOutput:
+        """Refuse a request for which there is no place, and say when there will be one.
+
+        Args:
+            request_id: What it was leased, or was computed early, is given up.
+            reason: Fit for the client.
+        """
+        after_s = self.gate.retry_after_s(busy_s=self._busy_s())
+        return self._turn_away(request_id, Refusal(reason, after_s))
 
     def reserve(self, wish: ReserveKv) -> None:
         """Lease KV for a request that is still arriving; a second wish of an id does nothing.
@@ -311,6 +332,8 @@ class Engine:
             early_dropped_tokens_total=self.scheduler.early.dropped_tokens_total,
             step_costs=self.step_time.costs,
             timings=self.meter.read(),
+            place_free_s=self._next_place_s(),
+            late_refusals_total=self.gate.late_refusals_total,
             memory_failures_total=count.memory_failures,
         )
 
@@ -346,12 +369,56 @@ class Engine:
             ],
         )
 
-    def _start(self, request: EngineRequest, grammar: Grammar | None) -> None:
+    def _start(self, request: EngineRequest, grammar: Grammar | None) -> TokenOutput | None:
+        """Queue a request; return its final output where its first token would be late."""
         self._reserved.pop(request.request_id, None)
         sequence = self._sequence_of(request)
         sequence.grammar = grammar
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
+        refusal = self.gate.judge(sequence, now_s=self._clock(), busy_s=self._busy_s())
+        if refusal is None:
+            return None
+        self._let_go(sequence)
+        return self._turn_away(request.request_id, refusal)
+
+    def _key_refusal(self, request: EngineRequest) -> Refusal | None:
+        if not request.max_sequences:
+            return None
+        held = [s for s in self._sequences.values() if s.key == request.key]
+        compiling = sum(other.key == request.key for other, _ in self._compiling.values())
+        return self.gate.key_refusal(
+            request.key, held, compiling, request.max_sequences, busy_s=self._busy_s()
+        )
+
+    def _turn_away(self, request_id: str, refusal: Refusal) -> TokenOutput:
+        self._forget_arriving(request_id)
+        return TokenOutput(
+            request_id,
+            [],
+            finish_reason="refused",
+            error=refusal.reason,
+            retry_after_s=refusal.retry_after_s,
+            predicted_ttft_s=refusal.predicted_ttft_s,
+        )
+
+    def _busy_s(self) -> float:
+        """Return the seconds until the step in flight is done, as predicted."""
+        running = self._in_flight
+        if running is None or running.predicted_s is None:
+            return 0.0
+        began_s = max(running.issued_s, self._last_done_s)
+        return max(0.0, began_s + running.predicted_s - self._clock())
+
+    def _next_place_s(self) -> float | None:
+        """Return when somebody who runs will have ended, where others wait for it."""
+        now_s = self._clock()
+        if not self.scheduler.waiting and self.scheduler.places_free:
+            return None
+        if now_s - self._place_free_asked_s > _OUTLOOK_S:
+            self._place_free_asked_s = now_s
+            self._place_free_s = self.gate.place_free_s(busy_s=self._busy_s())
+        return self._place_free_s
 
     def _refuse(self, request: EngineRequest, fault: str) -> TokenOutput:
         self._forget_arriving(request.request_id)
@@ -369,7 +436,8 @@ class Engine:
                 continue
             del self._compiling[request.request_id]
             try:
-                self._start(request, compiled.result())
+                late = self._start(request, compiled.result())
+                refused += [late] if late is not None else []
             except GrammarError as error:
                 refused.append(self._refuse(request, f"the grammar is refused: {error}"))
             except Exception:
@@ -559,6 +627,7 @@ class Engine:
             finish_reason=reason,
             stop_token_id=token_id if self._is_stop(sequence, token_id) else None,
             times=self._times(sequence, now) if reason or first or is_back else None,
+            predicted_ttft_s=sequence.predicted_ttft_s if first else None,
         )
         if reason is not None:
             self._let_go(sequence)

@@ -6,9 +6,10 @@ The walk does not go step by step. Steps that carry the same are taken as one st
 ends where a prompt is done (it becomes a stream) or a stream ends (its place and its KV are free).
 So it takes as many stretches as there are sequences, whatever their lengths:
 
-    | prompt A, 3.2 steps | B, 0.5 | . . 0.3 to the step's end | decodes until a place is free | C ...
+    | prompt A, 3.2 steps | B, 0.5 | 0.3 to the step's end | decodes until a place is free | C ...
 
-Prompts share steps, so a stretch may end inside one; where nobody fills that step up, it is closed.
+Prompts share steps, so a stretch may end inside one; where nobody fills it up, that one is closed.
+Of a long queue only the head is walked: what follows goes on at the pace of the head's later half.
 What it does not foresee: who comes later and goes first, answers of another length than the latest
 ones had, preemptions, and steps cut for lack of memory.
 """
@@ -24,21 +25,22 @@ if TYPE_CHECKING:
 
 _TOUCH = 1e-9
 """Of a step: less is nothing."""
+_HEAD = 128
+"""Prompts that are walked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """Prompts, or one, that are to be computed next."""
+    """A prompt that is to be computed."""
 
     start: int
-    """Tokens of each that need no computing: done, or cached."""
+    """Tokens that need no computing: done, or cached."""
     left: int
-    """Tokens of each that do."""
+    """Tokens that do."""
     answer: int
-    """Tokens expected to follow each."""
+    """Tokens expected to follow."""
     waits: bool = True
-    """Whether they need places first."""
-    count: int = 1
+    """Whether it needs a place first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,12 @@ class House:
     def first_token_s(self, own: Ahead) -> float:
         """Return the seconds until the first token of who comes after all these."""
         walk = _Walk(self)
-        for prompt in self.prompts:
+        middle_s = 0.0
+        for number, prompt in enumerate(self.prompts[:_HEAD]):
+            if number == _HEAD // 2:
+                middle_s = walk.seconds
             walk.compute(prompt)
+        walk.skip(self.prompts[_HEAD:], self.prompts[_HEAD // 2 : _HEAD], walk.seconds - middle_s)
         walk.compute(own)
         walk.close_step()
         return walk.seconds
@@ -108,8 +114,9 @@ class _Walk:
         self._steps = 0.0
         self._filled = 0.0
         """How much of the present step prompts have taken."""
-        self._ends = [(float(max(1, s.left)), 1, s.context + s.left) for s in house.streams]
-        """Steps at which streams end, how many, and the KV that they hold by then."""
+        self._last_room = 0.0
+        self._ends = [(float(max(1, s.left)), s.context + s.left) for s in house.streams]
+        """Steps at which streams end, and the KV that they hold by then."""
         heapq.heapify(self._ends)
         self._decodes = len(house.streams)
         self._context = float(sum(stream.context for stream in house.streams))
@@ -117,13 +124,13 @@ class _Walk:
         self._kv = float(house.kv_free)
 
     def compute(self, prompt: Ahead) -> None:
-        """Go on until prompts are computed; they decode from then on."""
+        """Go on until a prompt is computed; it decodes from then on."""
         if prompt.waits:
             self._admit(prompt)
-        self._kv -= prompt.left * prompt.count
-        left, depth = float(prompt.left * prompt.count), prompt.start + (prompt.left + 1) / 2
+        self._kv -= prompt.left
+        left, depth = float(prompt.left), prompt.start + (prompt.left + 1) / 2
         while left > _TOUCH:
-            room = self._room(depth)
+            room = self._last_room = self._room(depth)
             steps = left / room
             if self._ends:
                 steps = min(steps, max(0.0, self._ends[0][0] - self._steps))
@@ -132,15 +139,38 @@ class _Walk:
             left -= steps * room
             self._note_ends()
         length = prompt.start + prompt.left
-        held = (length + prompt.answer) * prompt.count
-        heapq.heappush(self._ends, (self._steps + max(1, prompt.answer), prompt.count, held))
-        self._decodes += prompt.count
-        self._context += length * prompt.count
+        answer = max(1, prompt.answer)
+        heapq.heappush(self._ends, (self._steps + answer, length + answer))
+        self._decodes += 1
+        self._context += length
+
+    def skip(self, rest: list[Ahead], measured: list[Ahead], took_s: float) -> None:
+        """Go past prompts at the pace at which others, in such a house, took so long.
+
+        Work is what prompts and answers take of steps: the former of their tokens, the latter of
+        their number, shared by all who decode.
+        """
+        if not rest:
+            return
+        room = self._room(0.0)
+        token_s = self._step_s(room, 0.0, self._context) / room
+        turn_s = self._step_s(0.0, 0.0, self._context) / max(1, self._decodes)
+
+        def work(prompts: list[Ahead]) -> float:
+            return sum(token_s * p.left + turn_s * p.answer for p in prompts)
+
+        of_measured = work(measured)
+        self.seconds += took_s * work(rest) / of_measured if of_measured else 0.0
 
     def close_step(self) -> None:
         """Let a step end that prompts do not fill."""
-        if self._filled > _TOUCH:
-            self._go(1.0 - self._filled, 0.0, 0.0)
+        filled, hidden = self._filled, max(0, self._costs.free_rows - self._decodes)
+        if filled > _TOUCH:
+            self._go(1.0 - filled, 0.0, 0.0)
+            # So much of a full step's arithmetic was counted; a smaller step hides more of it.
+            beyond = max(0.0, filled * self._last_room - hidden)
+            counted = filled * max(0.0, self._last_room - hidden)
+            self.seconds -= self._costs.token_s * (counted - beyond)
         self._filled = 0.0
 
     def end(self, places: int) -> None:
@@ -150,15 +180,17 @@ class _Walk:
             self._go_to_end()
 
     def _admit(self, prompt: Ahead) -> None:
-        kept = self._house.growth * self._decodes
-        if self._places < prompt.count or self._kv < prompt.left * prompt.count + kept:
-            self.close_step()
-        while self._ends and (
-            self._places < prompt.count
-            or self._kv < prompt.left * prompt.count + self._house.growth * self._decodes
-        ):
+        if self._has_room(prompt):
+            self._places -= 1
+            return
+        self.close_step()
+        while self._ends and not self._has_room(prompt):
             self._go_to_end()
-        self._places -= prompt.count
+        self._places -= 1
+
+    def _has_room(self, prompt: Ahead) -> bool:
+        kept = self._house.growth * self._decodes
+        return self._places > 0 and self._kv >= prompt.left + kept
 
     def _go_to_end(self) -> None:
         """Go on to the next end of a stream, with decodes alone."""
@@ -186,11 +218,11 @@ class _Walk:
 
     def _note_ends(self) -> None:
         while self._ends and self._ends[0][0] <= self._steps + _TOUCH:
-            _, count, held = heapq.heappop(self._ends)
-            self.ended += count
-            self._decodes -= count
+            _, held = heapq.heappop(self._ends)
+            self.ended += 1
+            self._decodes -= 1
             self._context = max(0.0, self._context - held)
-            self._places += count
+            self._places += 1
             self._kv += held
 
     def _room(self, depth: float) -> float:

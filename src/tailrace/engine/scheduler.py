@@ -196,6 +196,11 @@ class Scheduler:
         """Whether anybody waits or runs, or could be computed early."""
         return bool(self.waiting or self.running) or self.early.has_work(self.token_budget)
 
+    @property
+    def places_free(self) -> int:
+        """Slots that nobody has."""
+        return len(self._free_slots)
+
     def add(self, sequence: Sequence) -> None:
         """Queue a waiting sequence at its place in the order."""
         if sequence.start is None:

@@ -31,6 +31,7 @@ from tailrace.types import SamplingParams
 
 if TYPE_CHECKING:
     from tailrace.engine.block_manager import Table
+    from tailrace.engine.outlook import Ahead
     from tailrace.text.grammar import Grammar
     from tailrace.types import EngineRequest, TokenLogprobs
 
@@ -78,6 +79,8 @@ class Sequence:
     """Tokens that it was expected to cost, prompt and answer, when it was queued."""
     likely_cached: int = 0
     """Prompt tokens found in the prefix cache when it was queued."""
+    outlook: Ahead | None = None
+    """What others who wait expect of it, as of when it was queued."""
     predicted_ttft_s: float | None = None
     """From `arrival_s` to its first token, as expected when it was queued."""
     cache_salt: str | None = ""

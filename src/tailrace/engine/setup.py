@@ -13,6 +13,7 @@ import structlog
 from tailrace.clock import monotonic
 from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.engine import Engine, StepRunner
+from tailrace.engine.gate import Gate
 from tailrace.engine.late_binding import LateBinding
 from tailrace.engine.pace import LEAST_SHARE, Pace
 from tailrace.engine.scheduler import Scheduler
@@ -294,6 +295,13 @@ def make_engine(config: EngineConfig, loaded: Loaded, submit: Callable[..., Futu
         pace=_pace(config, loaded),
         swap_pays=swap_pays(loaded),
     )
+    gate = Gate(
+        scheduler,
+        loaded.step_time,
+        max_ttft_s=config.max_ttft,
+        target_s=config.itl_target_s,
+        least_tokens=_least_tokens(config),
+    )
     return Engine(
         scheduler,
         loaded.runner,
@@ -305,8 +313,13 @@ def make_engine(config: EngineConfig, loaded: Loaded, submit: Callable[..., Futu
         step_time=loaded.step_time,
         late_binding=LateBinding() if config.late_binding else None,
         grammars=loaded.grammars,
+        gate=gate,
         block_bytes=loaded.host.unit_bytes if loaded.host is not None else 0,
     )
+
+
+def _least_tokens(config: EngineConfig) -> int:
+    return max(1, token_budget(config) // LEAST_SHARE)
 
 
 def _pace(config: EngineConfig, loaded: Loaded) -> Pace | None:
@@ -315,7 +328,7 @@ def _pace(config: EngineConfig, loaded: Loaded) -> Pace | None:
     return Pace(
         loaded.step_time,
         target_s=config.itl_target_s,
-        least_tokens=max(1, token_budget(config) // LEAST_SHARE),
+        least_tokens=_least_tokens(config),
         round_down=loaded.runner.whole_prompts,
     )
 

@@ -9,8 +9,8 @@ sequence a start on it:
 Who starts first is served first; the clock stands at the latest start that was admitted. A key that
 floods queues up behind itself, so a single request of another key, which starts at the clock, goes
 before all but the flood's next. Starts never fall within a key, so a key is served in order, and
-they never change once given, so the order is total and settled. What a sequence really cost corrects
-where the next one of its key starts. A level with nobody in the house is forgotten.
+they never change once given, so the order is total and settled. What a sequence really cost
+corrects where the next one of its key starts. A level with nobody in the house is forgotten.
 """
 
 from __future__ import annotations

@@ -279,12 +279,11 @@ class Worker:
         held = self.engine.requests
         if not self.places or held < self.places:
             return None
-        self.engine.abort([request.request_id])  # what it was leased, or was computed early
         why = (
             f"the server is full: {held} of {self.places} sequences are running or waiting; try "
             "again later"
         )
-        return TokenOutput(request.request_id, [], finish_reason="refused", error=why)
+        return self.engine.turn_away(request.request_id, why)
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ from tailrace.server.engine_client import EngineState
 from tailrace.server.sampling import Limits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tailrace.server.services import Services, TextServices
 
@@ -24,9 +24,15 @@ CLOSED_RETRY_AFTER_S = 2.0
 
 
 class Admission:
-    """Counts the sequences in the house."""
+    """Counts the sequences in the house.
 
-    def __init__(self) -> None:
+    Args:
+        place_free_s: Says in how many seconds the next place is expected to be free; None where
+            that is not known.
+    """
+
+    def __init__(self, place_free_s: Callable[[], float | None] = lambda: None) -> None:
+        self._place_free_s = place_free_s
         self.sequences = 0
         """Admitted and not yet ended."""
         self._is_empty = asyncio.Event()
@@ -56,7 +62,8 @@ class Admission:
         if not self.can_admit(sequences, places):
             raise full(
                 f"the server is full: {self.sequences} of {places} sequences are running or "
-                f"waiting, and this request means {sequences} more; try again later"
+                f"waiting, and this request means {sequences} more; try again later",
+                self._place_free_s(),
             )
         self.sequences += sequences
         self._is_empty.clear()
@@ -72,10 +79,18 @@ class Admission:
         await self._is_empty.wait()
 
 
-def full(message: str) -> RequestError:
-    """Return what a request gets for which there is no place."""
+def full(message: str, retry_after_s: float | None = None) -> RequestError:
+    """Return what a request gets for which there is no place.
+
+    Args:
+        message: Why.
+        retry_after_s: When there will be one; None: that is not known.
+    """
     return RequestError(
-        message, status=429, code="rate_limit_exceeded", retry_after_s=FULL_RETRY_AFTER_S
+        message,
+        status=429,
+        code="rate_limit_exceeded",
+        retry_after_s=FULL_RETRY_AFTER_S if retry_after_s is None else retry_after_s,
     )
 
 

@@ -75,8 +75,6 @@ class Job:
     received_s: float
     """When the HTTP request's first byte had come."""
     prompt_ready_s: float
-    predicted_ttft_s: float | None = None
-    """As admission expected it; None where nothing was predicted."""
 
     @property
     def n(self) -> int:
@@ -115,6 +113,8 @@ class _Member:
     first: RequestTimes | None = None
     """As the engine told with the first token."""
     times: RequestTimes | None = None
+    predicted_ttft_s: float | None = None
+    """From its arrival at the engine to its first token, as the engine expected then."""
     is_told_whole: bool = False
     """Whether that is the engine's last word."""
 
@@ -225,6 +225,15 @@ class Generation:
         firsts = self._members[:: self.job.n]
         return sum(member.times.cached_tokens for member in firsts if member.times)
 
+    @property
+    def predicted_ttft_s(self) -> float | None:
+        """From the request's first byte to its first token, as expected when the engine got it."""
+        told = [m.predicted_ttft_s for m in self._members if m.predicted_ttft_s is not None]
+        submitted_s = self.times.submitted_s
+        if not told or submitted_s is None:
+            return None
+        return submitted_s - self.times.received_s + min(told)
+
     def close(self, reason: str | None = None) -> None:
         """End: abort what is open at the engine. The first reason counts."""
         if self._is_closed:
@@ -262,12 +271,11 @@ class Generation:
             return UNSET
         now_s = self.clock()
         first = self._to_first_token()
+        predicted_s = self.predicted_ttft_s
         return AnswerMetrics(
             e2e_s=now_s - self.times.received_s,
             ttft_s=None if first is None else first.total_s,
-            predicted_ttft_s=UNSET
-            if self.job.predicted_ttft_s is None
-            else self.job.predicted_ttft_s,
+            predicted_ttft_s=UNSET if predicted_s is None else predicted_s,
             phases=self._phases(now_s),
             ttft_phases=first,
         )
@@ -288,6 +296,7 @@ class Generation:
         told = self._told(closed_s)
         phases = self._phases(end_s)
         waited_s = told.times.decode_wait_s if told and told.times else 0.0
+        to_first = self._to_first_token()
         return RequestRecord(
             request_id=self.job.request_id,
             http_request_id=http_request_id,
@@ -302,9 +311,10 @@ class Generation:
             is_streaming=self.job.terms.is_streaming,
             finish_reason=self.finish_reason,
             status=status,
-            predicted_ttft_s=self.job.predicted_ttft_s,
+            ttft_s=None if to_first is None else to_first.total_s,
+            predicted_ttft_s=self.predicted_ttft_s,
             phases=phases,
-            ttft_phases=self._to_first_token(),
+            ttft_phases=to_first,
             decode_wait_s=min(waited_s, phases.decode_s),  # the engine's may go on a step longer
             **stamps,
         )
@@ -385,6 +395,8 @@ class Generation:
             on_end(None)
 
     def _take(self, member: _Member, output: TokenOutput) -> Piece:
+        if output.predicted_ttft_s is not None:
+            member.predicted_ttft_s = output.predicted_ttft_s
         if output.finish_reason in ("error", "abort", "refused"):
             member.choice.is_finished = True
             raise self._failure(output)
@@ -421,7 +433,7 @@ class Generation:
 
     def _failure(self, output: TokenOutput) -> RequestError:
         if output.finish_reason == "refused":
-            return full(output.error or "the server is full; try again later")
+            return full(output.error or "the server is full; try again later", output.retry_after_s)
         message = output.error or "the request was ended by the server: it is going down"
         services = self.services
         stays = services.engine.state is EngineState.READY and not services.draining

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tailrace.clock import monotonic
 from tailrace.server.admission import Admission
 from tailrace.server.outbox import Outbox
 from tailrace.telemetry.rates import RateWindow
@@ -65,10 +66,19 @@ class Services:
     rates: RateWindow = field(default_factory=RateWindow)
     text: TextServices | None = None
     draining: bool = False
-    admission: Admission = field(default_factory=Admission)
+    admission: Admission = field(init=False)
     outbox: Outbox = field(default_factory=Outbox)
     family: dict[str, int] = field(default_factory=dict)
     frontend_restarts: int = 0
+
+    def __post_init__(self) -> None:
+        self.admission = Admission(self._place_free_s)
+
+    def _place_free_s(self) -> float | None:
+        stats = self.engine.stats
+        if stats is None or stats.place_free_s is None:
+            return None
+        return max(0.0, stats.time_s + stats.place_free_s - monotonic())
 
     @property
     def places(self) -> int:

@@ -63,6 +63,20 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._shared_folder = os.environ.get(SHARED_FOLDER_VARIABLE)
         self._ttft = self._latency("time_to_first_token_seconds", "Received to first token")
+        self._predicted_ttft = self._latency(
+            "predicted_time_to_first_token_seconds",
+            "As predicted when the engine got the request; of those that had a first token",
+        )
+        self._ttft_error = self._histogram(
+            "ttft_prediction_error_ratio",
+            "|predicted - actual| / actual time to the first token, from the engine's getting it",
+            FORECAST_ERROR_BOUNDS,
+        )
+        self._ttft_error_s = self._histogram(
+            "ttft_prediction_error_seconds",
+            "|predicted - actual| time to the first token",
+            LATENCY_BUCKETS_S,
+        )
         self._e2e = self._latency(
             "e2e_request_latency_seconds", "First byte received to last byte handed to the kernel"
         )
@@ -135,12 +149,23 @@ class Metrics:
         if first is None or last is None:
             return
         self._ttft.observe(first - record.received_s)
+        self._observe_prediction(record, first)
         self._decode.observe(last - first)
         if record.scheduled_s is not None:
             self._prefill.observe(max(0.0, first - record.scheduled_s))
         per_choice = record.completion_tokens / record.choices
         if per_choice > 1:
             self._tpot.observe((last - first) / (per_choice - 1))
+
+    def _observe_prediction(self, record: RequestRecord, first_s: float) -> None:
+        if record.predicted_ttft_s is None or record.submitted_s is None:
+            return
+        predicted_s, actual_s = record.predicted_ttft_s, first_s - record.received_s
+        off_s = abs(predicted_s - actual_s)
+        self._predicted_ttft.observe(predicted_s)
+        self._ttft_error_s.observe(off_s)
+        # What had passed before the engine got it was known, not predicted.
+        self._ttft_error.observe(off_s / max(1e-6, first_s - record.submitted_s))
 
     def observe_token_gap(self, seconds: float) -> None:
         """Count the time between two outputs of one sequence."""
@@ -296,6 +321,11 @@ def _engine_counters(stats: EngineStats) -> Iterator[Metric]:
         "engine_memory_failures",
         "Steps that found no memory on the device",
         stats.memory_failures_total,
+    )
+    yield _counter(
+        "late_refusals",
+        "Requests refused for a first token predicted beyond --max-ttft",
+        stats.late_refusals_total,
     )
     yield _counter("engine_busy_seconds", "Time with a step to run", stats.busy_s_total)
 

@@ -43,7 +43,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     """What became of one HTTP request.
 
     Stamps are monotonic seconds, None: did not happen. Durations are `phases`, `ttft_phases`,
-    `decode_wait_s` and `predicted_ttft_s`.
+    `decode_wait_s`, `ttft_s` and `predicted_ttft_s`.
     """
 
     request_id: str
@@ -77,8 +77,10 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     """Of the answer; 499: the client left before it began."""
     reason: str = ""
     """Of a refusal: the error's code and message."""
+    ttft_s: float | None = None
+    """From `received_s` to the first token, of a stream to its first event at the socket."""
     predicted_ttft_s: float | None = None
-    """As admission expected it; None where it predicted nothing."""
+    """The same, as the engine expected when it got the request; None where it predicted nothing."""
     phases: Phases | None = None
     """They add up to `finished_s - received_s`; of several sequences, that which ended last."""
     ttft_phases: Phases | None = None
