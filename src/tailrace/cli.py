@@ -54,6 +54,8 @@ def _serve(
     if print_config:
         for name, value in loaded.as_flat().items():
             typer.echo(f"{name} = {value!r}")
+        for holder in loaded.access.holders:
+            typer.echo(f"keys.{holder.name}.class = {holder.key_class.name!r}")
         return
     from tailrace.server.serve import run  # noqa: PLC0415 -- --help must not wait for it
 

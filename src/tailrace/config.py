@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from tailrace.access import TABLES, Access, read_access
 from tailrace.errors import ConfigError, nearest
 
 DEFAULT_MODEL = "smollm2"
@@ -311,9 +312,10 @@ class Config:
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    access: Access = field(default_factory=Access)
 
     def as_flat(self) -> dict[str, Any]:
-        """Return all settings as one mapping, with names as in the config file."""
+        """Return all settings but the keys as one mapping, with names as in the config file."""
         merged = asdict(self.engine) | asdict(self.server)
         return {name.replace("_", "-"): value for name, value in merged.items()}
 
@@ -326,7 +328,7 @@ def load(
     Args:
         overrides: Settings from the command line, names with dashes or underscores; None values
             mean "not given".
-        file: A TOML file of flat `name = value` lines.
+        file: A TOML file of flat `name = value` lines, and the tables of access.py.
         environ: The environment; `os.environ` where None.
 
     Raises:
@@ -334,13 +336,20 @@ def load(
             a value that a config class refuses.
     """
     known = {f.name for c in (EngineConfig, ServerConfig) for f in fields(c)}
+    environ = dict(os.environ) if environ is None else environ
     merged: dict[str, Any] = {}
+    access = Access()
     if file is not None:
-        merged |= _checked_names(_read_toml(file), known, str(file))
-    merged |= _from_environment(os.environ if environ is None else environ, known)
+        content = _read_toml(file)
+        tables = {name: content.pop(name) for name in TABLES if name in content}
+        access = read_access(tables, environ, str(file))
+        merged |= _checked_names(content, known, str(file))
+    merged |= _from_environment(environ, known)
     given = {name: value for name, value in overrides.items() if value is not None}
     merged |= _checked_names(given, known, "command line")
-    return Config(engine=_build(EngineConfig, merged), server=_build(ServerConfig, merged))
+    return Config(
+        engine=_build(EngineConfig, merged), server=_build(ServerConfig, merged), access=access
+    )
 
 
 def _read_toml(file: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from tailrace.errors import RequestError, TailraceError
 from tailrace.server.emitter import Channel, Emitter
 from tailrace.server.generation import Generation
 from tailrace.server.record_keeping import keep_record
+from tailrace.server.standing import PRIORITY_HEADER, standing_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
@@ -77,12 +78,18 @@ async def answer(
     Raises:
         RequestError: It failed before anything was sent.
     """
+    standing = standing_of(
+        request.holder,
+        in_body=job.terms.priority,
+        in_header=request.headers.get(PRIORITY_HEADER),
+    )
     generation = Generation(
         services,
         text.tokenizer,
         job,
         timeline=request.timeline,
         wants_metrics=job.terms.returns_metrics or request.wants_timing,
+        standing=standing,
     )
     request.at_end(
         lambda delivered_s: generation.when_told(
@@ -171,7 +178,7 @@ class _Feed:
 
     def __init__(self, generation: Generation, emitter: Emitter, *, every_token: bool) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.priority = generation.job.terms.priority
+        self.priority = generation.standing.priority if generation.standing else 0
         self._generation = generation
         self._emitter = emitter
         self._every_token = every_token

@@ -83,7 +83,7 @@ async def _answer(services: Services, request: Request) -> None:
     if is_preflight(request):
         await answer_preflight(request, [*_methods(request.path), "OPTIONS"])
         return
-    check_key(request, config.api_key)
+    request.holder = check_key(request, services.keys)
     await _route(request)(services, request)
 
 

@@ -30,6 +30,7 @@ from tailrace.server.choice import Choice, Piece
 from tailrace.server.engine_client import EngineState
 from tailrace.server.protocol import AnswerMetrics, PromptTokensDetails, Usage
 from tailrace.server.sampling import for_choice
+from tailrace.server.standing import Standing
 from tailrace.server.timeline import Timeline
 from tailrace.telemetry.request_log import RequestRecord
 from tailrace.types import EngineRequest
@@ -138,6 +139,7 @@ class Generation:
         clock: Monotonic seconds.
         timeline: The HTTP request's; None makes one that begins with the job.
         wants_metrics: Whether the answer tells where its time went.
+        standing: What it is worth beside others; None: as the body asks, without a key.
     """
 
     services: Services
@@ -146,6 +148,7 @@ class Generation:
     clock: Clock = monotonic
     timeline: Timeline | None = None
     wants_metrics: bool = False
+    standing: Standing | None = None
     completion_tokens: int = 0
     finish_reason: str = ""
     """Why it ended: stop, length, or what `close` was told."""
@@ -156,6 +159,7 @@ class Generation:
     _then: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
+        self.standing = self.standing or Standing(self.job.terms.priority or 0)
         self._timeline = self.timeline or Timeline(self.job.received_s, self.clock)
         self.times = Times(self._timeline.received_s, self.job.prompt_ready_s)
 
@@ -300,6 +304,7 @@ class Generation:
         return RequestRecord(
             request_id=self.job.request_id,
             http_request_id=http_request_id,
+            key=self.standing.key if self.standing else "",
             route=self.job.route,
             # The one reading of the wall clock: to find the record, not to subtract from it.
             unix_s=time.time(),
@@ -344,6 +349,7 @@ class Generation:
 
     def _submit(self, index: int) -> None:
         job = self.job
+        standing = self.standing or Standing()
         prompt_index, choice_index = divmod(index, job.n)
         sampling = job.sampling[prompt_index]
         request = EngineRequest(
@@ -351,7 +357,10 @@ class Generation:
             token_ids=job.prompts[prompt_index].token_ids,
             sampling=for_choice(sampling, choice_index),
             arrival_s=self.clock(),
-            priority=job.terms.priority,
+            priority=standing.priority,
+            key=standing.key,
+            share=standing.share,
+            max_sequences=standing.max_sequences,
             cache_salt=job.terms.cache_salt,
         )
         choice = Choice(index, self.tokenizer, job.terms.text_rules, sampling.stop_token_ids)

@@ -15,6 +15,7 @@ from tailrace.server.error_bodies import anthropic_error, openai_error, speaks_a
 from tailrace.server.timeline import Timeline
 
 if TYPE_CHECKING:
+    from tailrace.access import KeyHolder
     from tailrace.config import ServerConfig
     from tailrace.server.services import Services
 
@@ -56,6 +57,7 @@ class Request:
         wants_timing: Whether the answer shall tell where its time went.
         timeline: Where that was, so far.
         failure: Why it is not answered as it wished.
+        holder: Whose key it brought; None: one without a name, or none.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, config: ServerConfig) -> None:
@@ -69,6 +71,7 @@ class Request:
         self.is_answered = False
         self.status = 0
         self.failure: RequestError | None = None
+        self.holder: KeyHolder | None = None
         self.wants_timing = self.headers.get(TIMING_HEADER, "").lower() in ("1", "true")
         self._has_body = False
         header_id = self.request_id.encode("latin-1")

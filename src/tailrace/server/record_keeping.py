@@ -51,6 +51,7 @@ def keep_refusal(services: Services, request: Request, delivered_s: float) -> No
     record = RequestRecord(
         request_id="",
         http_request_id=request.request_id,
+        key=request.holder.name if request.holder is not None else "",
         route=request.path,
         unix_s=time.time(),
         received_s=timeline.received_s,

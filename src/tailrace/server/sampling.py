@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tailrace.access import MAX_PRIORITY
 from tailrace.errors import RequestError
 from tailrace.types import SamplingParams
 
@@ -23,7 +24,6 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_STOP_CHARS = 256
 MAX_CACHE_SALT_CHARS = 256
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
-_MAX_PRIORITY = 2**31 - 1
 _MAX_REPETITION_PENALTY = 100.0
 _MAX_BIAS = 100.0
 
@@ -53,7 +53,8 @@ class Terms:
 
     n: int = 1
     text_rules: TextRules = TextRules()
-    priority: int = 0
+    priority: int | None = None
+    """As the body asks; None: it does not."""
     cache_salt: str = ""
     is_streaming: bool = False
     returns_metrics: bool = False
@@ -69,7 +70,9 @@ def read_terms(body: SamplingFields, limits: Limits) -> Terms:
     return Terms(
         n=read_n(body, limits),
         text_rules=_text_rules(body, limits),
-        priority=_integer("priority", body.priority, -_MAX_PRIORITY, _MAX_PRIORITY, 0),
+        priority=None
+        if body.priority is None
+        else _integer("priority", body.priority, -MAX_PRIORITY, MAX_PRIORITY, 0),
         cache_salt=_cache_salt(body.cache_salt or ""),
         is_streaming=bool(body.stream),
         returns_metrics=bool(body.return_metrics),

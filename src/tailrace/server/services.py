@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tailrace.clock import monotonic
 from tailrace.server.admission import Admission
+from tailrace.server.auth import KeyRing
 from tailrace.server.outbox import Outbox
 from tailrace.telemetry.rates import RateWindow
 
@@ -49,6 +50,7 @@ class Services:
         text: None until the model's folder is known.
         draining: Set by SIGTERM: no new request is admitted.
         admission: Counts the sequences in the house.
+        keys: Of clients.
         outbox: Orders what goes out to streams.
         started_s: Monotonic seconds at which the server began.
         started_unix_s: The same moment's wall clock.
@@ -67,12 +69,14 @@ class Services:
     text: TextServices | None = None
     draining: bool = False
     admission: Admission = field(init=False)
+    keys: KeyRing = field(init=False)
     outbox: Outbox = field(default_factory=Outbox)
     family: dict[str, int] = field(default_factory=dict)
     frontend_restarts: int = 0
 
     def __post_init__(self) -> None:
         self.admission = Admission(self._place_free_s)
+        self.keys = KeyRing(self.config.server.api_key, self.config.access)
 
     def _place_free_s(self) -> float | None:
         stats = self.engine.stats

@@ -50,6 +50,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     """As the answer's body names it; empty where none came to be."""
     http_request_id: str = ""
     """The client's X-Request-Id, or the one of ours that the answer's header carries."""
+    key: str = ""
+    """The name of the API key that it brought; never the key."""
     route: str
     unix_s: float
     """Wall clock at the end, to join with other logs."""
