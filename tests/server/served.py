@@ -96,7 +96,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def streaming(client, max_tokens):
+def streaming(client, max_tokens, key=None):
     """Begin a stream; give its events once the first has come."""
     body = {
         "prompt": "Hi",
@@ -105,7 +105,8 @@ def streaming(client, max_tokens):
         "stream": True,
         "ignore_eos": True,
     }
-    with client.stream("POST", "/generate", json=body) as answer:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    with client.stream("POST", "/generate", json=body, headers=headers) as answer:
         assert answer.status_code == 200
         lines = (line for line in answer.iter_lines() if line)
         yield [next(lines)], lines

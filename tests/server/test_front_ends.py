@@ -218,7 +218,7 @@ def test_the_cap_holds_over_all_front_ends(start):
                 assert refused.status_code == 429
                 assert refused.json()["error"]["code"] == "rate_limit_exceeded"
                 assert "2 of 2 sequences" in refused.text
-                assert refused.headers["retry-after"] == "1"
+                assert int(refused.headers["retry-after"]) >= 1
         assert metrics(url)['http_errors_total{status="429"}'] == 20
     wait_until(lambda: held(url) == [0, 0], "all have left")
     assert httpx.post(f"{url}/generate", json=SHORT).status_code == 200
