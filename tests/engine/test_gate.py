@@ -101,8 +101,8 @@ def crowd(simulation, seed, waiting, answer=None):
 
 
 def errors(simulation_of, seeds):
-    """Return how far predictions were off, as shares of what came, and in seconds."""
-    shares, seconds = [], []
+    """Return how far predictions were off, as shares of what came."""
+    shares = []
     for seed in seeds:
         simulation = simulation_of(seed)
         rng = random.Random(seed)
@@ -111,8 +111,7 @@ def errors(simulation_of, seeds):
         assert refusal is None
         actual_s = simulation.run_until_first("own") - asked_s
         shares.append(abs(own.predicted_ttft_s - actual_s) / actual_s)
-        seconds.append(abs(own.predicted_ttft_s - actual_s))
-    return np.array(shares), np.array(seconds)
+    return np.array(shares)
 
 
 @pytest.mark.parametrize("prompt", [1, 100, 256, 257, 3000])
@@ -120,31 +119,31 @@ def test_alone_a_first_token_is_predicted_to_the_step(prompt):
     simulation = Simulation()
     own, _ = simulation.ask("own", prompt, 5)
     actual_s = simulation.run_until_first("own")
-    assert own.predicted_ttft_s == pytest.approx(actual_s, rel=0.03)
+    assert own.predicted_ttft_s == pytest.approx(actual_s, rel=0.01)
 
 
 @pytest.mark.parametrize("target_s", [0.0, 0.012])
-def test_beside_streams_and_other_prompts_it_is_predicted_within_a_tenth(target_s):
+def test_beside_streams_and_other_prompts_it_is_predicted_within_a_twentieth(target_s):
     def crowded(seed):
         simulation = Simulation(slots=64, target_s=target_s)
         crowd(simulation, seed, 12)
         return simulation
 
-    shares, seconds = errors(crowded, range(30))
-    assert np.median(shares) < 0.05
-    assert np.quantile(shares, 0.9) < 0.15 or np.quantile(seconds, 0.9) < 0.02
+    shares = errors(crowded, range(30))
+    assert np.median(shares) < 0.01
+    assert shares.max() < 0.05
 
 
 @pytest.mark.parametrize(("waiting", "answer"), [(20, None), (100, None), (100, 60), (400, 60)])
-def test_behind_a_queue_for_places_it_is_predicted_within_a_tenth(waiting, answer):
+def test_behind_a_queue_for_places_it_is_predicted_within_6_percent(waiting, answer):
     def queued(seed):
         simulation = Simulation(slots=8)
         crowd(simulation, seed, waiting, answer)
         return simulation
 
-    shares, _ = errors(queued, range(12 if waiting < 50 else 4))
-    assert np.median(shares) < 0.1
-    assert shares.max() < 0.25
+    shares = errors(queued, range(12 if waiting < 50 else 4))
+    assert np.median(shares) < 0.02
+    assert shares.max() < 0.06
 
 
 def test_answers_whose_lengths_are_not_known_add_their_own_error():
@@ -157,14 +156,15 @@ def test_answers_whose_lengths_are_not_known_add_their_own_error():
     assert 0.7 * actual_s < own.predicted_ttft_s < actual_s
 
 
-def test_behind_a_queue_for_kv_it_is_predicted_within_a_third():
+def test_behind_a_queue_for_kv_it_is_predicted_within_15_percent():
     def short_of_kv(seed):
         simulation = Simulation(slots=64, units=1200)
         crowd(simulation, seed, 30)
         return simulation
 
-    shares, _ = errors(short_of_kv, range(12))
-    assert np.median(shares) < 0.35
+    shares = errors(short_of_kv, range(12))
+    assert np.median(shares) < 0.05
+    assert shares.max() < 0.15
 
 
 def test_a_cached_prefix_is_not_predicted_to_be_computed():

@@ -150,7 +150,7 @@ def in_order(client, calls, key):
         ended.append((name, answer.status_code))
 
     threads = []
-    with streaming(client, 100_000, key) as (_, lines):
+    with streaming(client, 40_000, key) as (_, lines):
         next(lines)
         for number, (name, options) in enumerate(calls):
             thread = threading.Thread(target=ask, args=(name, options))

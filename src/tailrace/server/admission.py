@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tailrace.server.services import Services, TextServices
 
 FULL_RETRY_AFTER_S = 1.0
+MOST_RETRY_S = 600.0
 CLOSED_RETRY_AFTER_S = 2.0
 
 

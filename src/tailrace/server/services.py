@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tailrace.clock import monotonic
-from tailrace.server.admission import Admission
+from tailrace.server.admission import MOST_RETRY_S, Admission
 from tailrace.server.auth import KeyRing
 from tailrace.server.outbox import Outbox
 from tailrace.telemetry.rates import RateWindow
@@ -82,7 +82,7 @@ class Services:
         stats = self.engine.stats
         if stats is None or stats.place_free_s is None:
             return None
-        return max(0.0, stats.time_s + stats.place_free_s - monotonic())
+        return min(MOST_RETRY_S, max(0.0, stats.time_s + stats.place_free_s - monotonic()))
 
     @property
     def places(self) -> int:
