@@ -287,14 +287,21 @@ def test_a_client_that_resets_midway_leaves_the_others_alone(app):
     assert app.get("/live").status_code == 200
 
 
-@pytest.mark.parametrize("closes", [True, False], ids=["close", "keep-alive"])
-def test_a_client_that_never_takes_a_whole_answer_is_dropped(tiny_folder, monkeypatch, closes):
+@pytest.mark.parametrize(
+    ("field", "then"),
+    [
+        pytest.param(b"connection: close\r\n", b"", id="close"),
+        pytest.param(b"", b"", id="keep-alive"),
+        pytest.param(b"", GET + b"\r\n", id="another request behind it"),
+    ],
+)
+def test_a_client_that_never_takes_a_whole_answer_is_dropped(tiny_folder, monkeypatch, field, then):
     monkeypatch.setattr(serve, "connection_class", lambda head_s: connection_class(head_s, 1.0))
     body = json.dumps(
         {"prompt": "Hi", "max_tokens": 100_000, "logprobs": 20, "ignore_eos": True}
     ).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n" % len(body)
-    head += b"connection: close\r\n\r\n" if closes else b"\r\n"
+    head += field + b"\r\n"
     script = {"": Script(token_ids=[65] * 40_000, burst=1000)}
     with (
         running_app(tiny_folder, script, context_length=200_000) as app,
@@ -305,7 +312,7 @@ def test_a_client_that_never_takes_a_whole_answer_is_dropped(tiny_folder, monkey
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.settimeout(20)
             connection.connect(("127.0.0.1", app.port))
-            connection.sendall(head + body)
+            connection.sendall(head + body + then)
         length = int(read_until(reading, b"\r\n\r\n").split(b"content-length: ")[1].split()[0])
         assert length > 5_000_000  # more than the sockets' buffers
         received = 0

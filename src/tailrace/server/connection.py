@@ -58,7 +58,8 @@ class Connection(HttpToolsProtocol):
 
     header_timeout_s: float = 10.0
     delivery_timeout_s: float = 60.0
-    """A whole answer of which the client takes nothing for so long is dropped."""
+    """A client that takes nothing of a whole answer for so long is dropped, whatever it asked
+    next."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -70,6 +71,7 @@ class Connection(HttpToolsProtocol):
         self._has_begun = False
         self._is_replaying = False
         self._delivery_timer: TimerHandle | None = None
+        self._resumptions = 0
         self._first_byte_s = 0.0
         self._awaiting_drain: list[Callable[[float], None]] = []
 
@@ -89,6 +91,7 @@ class Connection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         """The kernel has taken what waited."""
         super().resume_writing()
+        self._resumptions += 1
         if self._awaiting_drain and not self.transport.get_write_buffer_size():
             self.transport.set_write_buffer_limits()  # the usual ones
             self._tell_drained()
@@ -224,13 +227,21 @@ class Connection(HttpToolsProtocol):
         """Look again later whether bytes that wait have become fewer."""
         self._delivery_timer = None
         left_bytes = self.transport.get_write_buffer_size()
-        if left_bytes:
-            self._delivery_timer = asyncio.get_running_loop().call_later(
-                self.delivery_timeout_s, self._check_delivery, left_bytes
-            )
+        if not left_bytes:
+            return
+        pause = self._resumptions if self.flow.write_paused else None
+        self._delivery_timer = asyncio.get_running_loop().call_later(
+            self.delivery_timeout_s, self._check_delivery, left_bytes, pause
+        )
 
-    def _check_delivery(self, before_bytes: int) -> None:
-        if self.transport.get_write_buffer_size() >= before_bytes and not self._is_answering():
+    def _check_delivery(self, before_bytes: int, pause: int | None) -> None:
+        """Drop a client that has taken nothing since.
+
+        While an answer is being made, bytes taken may have been replaced by others; but not in one
+        and the same `pause`, in which nothing is written.
+        """
+        is_comparable = pause == self._resumptions or not self._is_answering()
+        if is_comparable and self.transport.get_write_buffer_size() >= before_bytes:
             self.transport.abort()
         else:
             self._watch_delivery()
