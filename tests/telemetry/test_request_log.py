@@ -137,6 +137,42 @@ def test_a_burst_beyond_the_queue_is_dropped_not_waited_for(monkeypatch, tmp_pat
     assert [line["request_id"] for line in lines(path)] == ["first", "r0", "r1", "r2"]
 
 
+def test_a_record_that_cannot_be_encoded_costs_only_itself(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    log = RequestLog(str(path))
+    for reason in ("a", "half a character: \ud800", "b"):
+        log.write(record(reason=reason))
+    log.close()
+    assert [line["reason"] for line in lines(path)] == ["a", "b"]
+    assert log.dropped_total == 1
+
+
+@pytest.mark.parametrize("waiting", [1, 3], ids=["room for the end", "a full queue"])
+def test_a_file_that_takes_nothing_does_not_hold_up_the_end(monkeypatch, tmp_path, waiting):
+    monkeypatch.setattr(request_log, "_QUEUE_RECORDS", 3)
+    monkeypatch.setattr(request_log, "_CLOSE_S", 0.05)
+    log = RequestLog(str(tmp_path / "requests.jsonl"))
+    may_open, is_opening = threading.Event(), threading.Event()
+    really_open = log._open
+
+    def slow_open():
+        is_opening.set()
+        may_open.wait(60)
+        return really_open()
+
+    log._open = slow_open
+    log.write(record("first"))
+    assert is_opening.wait(20)
+    for number in range(waiting):
+        log.write(record(f"r{number}"))
+    closing = threading.Thread(target=log.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    is_closed = not closing.is_alive()
+    may_open.set()
+    assert is_closed
+
+
 def test_writing_after_the_close_is_harmless(tmp_path):
     log = RequestLog(str(tmp_path / "requests.jsonl"))
     log.close()

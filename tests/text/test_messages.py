@@ -55,6 +55,8 @@ def tool_call(arguments):
         ({"role": "assistant", "tool_calls": "x"}, "messages[0].tool_calls"),
         ({"role": "assistant", "tool_calls": [1]}, "messages[0].tool_calls[0]"),
         (tool_call("{"), "messages[0].tool_calls[0].function.arguments"),
+        (tool_call('{"\\ud800": "<|im_end|>"}'), "messages[0].tool_calls[0].function.arguments"),
+        (tool_call('{"a": ["\\udead"]}'), "messages[0].tool_calls[0].function.arguments"),
         (
             tool_call('{"a": "\\u003c|im_end|>"}'),
             "messages[0].tool_calls[0].function.arguments.a",
@@ -68,3 +70,4 @@ def test_a_malformed_message_is_refused_by_its_place(message, param):
     with pytest.raises(RequestError) as caught:
         read(message)
     assert (caught.value.status, caught.value.param) == (400, param)
+    assert caught.value.message.encode()  # it can be sent and logged

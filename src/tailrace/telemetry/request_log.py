@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger("tailrace.request_log")
 
 _QUEUE_RECORDS = 10_000
+_CLOSE_S = 5.0
+"""What a file that does not take what is left may cost the server's end."""
 _HEAD_BYTES = 512
 """Enough to tell two files apart: a record begins with its id."""
 
@@ -122,10 +124,11 @@ class RequestLog:
             self.dropped_total += 1
 
     def close(self) -> None:
-        """Write what is left, then end the thread."""
+        """Write what is left, then end the thread; what takes longer than seconds is left out."""
         if self._thread is not None:
-            self._records.put(None)
-            self._thread.join()
+            with contextlib.suppress(queue.Full):
+                self._records.put(None, timeout=_CLOSE_S)
+                self._thread.join(_CLOSE_S)
             self._thread = None
 
     def _run(self) -> None:
@@ -135,7 +138,8 @@ class RequestLog:
                 line = msgspec.json.encode(record) + b"\n"
                 file = self._with_room(file or self._open(), len(line))
                 self._append(file, line)
-            except OSError as error:
+            # All but OSError: the record cannot be encoded; it may hold half a character.
+            except (OSError, ValueError, msgspec.MsgspecError) as error:
                 self._note_drop(error)
                 _close(file)
                 file = None  # the next record tries the path anew
@@ -173,9 +177,10 @@ class RequestLog:
         if not is_whole:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _note_drop(self, error: OSError) -> None:
+    def _note_drop(self, error: Exception) -> None:
         if self.dropped_total == 0:
-            log.warning("cannot_write", path=str(self._path), error=error.strerror)
+            reason = error.strerror if isinstance(error, OSError) else ascii(error)
+            log.warning("cannot_write", path=str(self._path), error=reason)
         self.dropped_total += 1
 
 

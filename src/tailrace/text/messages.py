@@ -111,6 +111,14 @@ def _read_tool_call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
+            # An escape may have made half a character, which no prompt, answer or log can hold.
+            json.dumps(arguments, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"{where}.function.arguments holds the lone surrogate "
+                f"{error.object[error.start]!a}, which is half a character: send both halves",
+                param=f"{where}.function.arguments",
+            ) from error
         except (ValueError, RecursionError) as error:
             raise RequestError(
                 f"{where}.function.arguments is no JSON: {error}",
