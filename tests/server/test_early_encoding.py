@@ -294,6 +294,16 @@ def test_malformed_bodies_are_refused_alike_however_they_come(text, body, cuts):
         assert served(text, path, split(start + body, cuts)) == served(text, path, [start + body])
 
 
+def test_messages_that_are_no_list_are_refused_alike_however_they_come(text):
+    content = '{"role": "user", "content": "' + "a" * 2000 + '"}'
+    for key in ("x", "0", ""):
+        body = f'{{"messages": {{"{key}": {content}}}}}'.encode()
+        parts = split(body, [1000, 1500])
+        whole = served(text, "/v1/chat/completions", [body])
+        assert served(text, "/v1/chat/completions", parts) == whole
+        assert whole[0] == 400
+
+
 def in_bytes(body):
     return [body[i : i + 1] for i in range(len(body))]
 

@@ -351,7 +351,9 @@ class EarlyChat(_Source[list[Span]]):
         """See `_Source`."""
         if self._system and place[0] == self._system:
             return True
-        return len(place) == 3 and place[0] == "messages" and place[2] in ("role", "content")
+        if len(place) != 3 or not isinstance(place[1], int):  # an object's key is no index
+            return False
+        return place[0] == "messages" and place[2] in ("role", "content")
 
     def certain_ids(self, start: int) -> list[int]:
         """See `_Source`."""
