@@ -83,6 +83,24 @@ def test_a_streamed_message_adds_up_to_the_same_blocks(claude):
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 3
 
 
+def test_a_messages_input_is_what_the_model_wrote(app, says):
+    half = r'{"city": "\ud83d", "big": 12345678901234567890123, "far": 1e999}'
+    says(written("get_weather", half))
+    asked = {"model": "tiny", "max_tokens": 999, "messages": [{"role": "user", "content": "?"}]}
+    answer = app.post("/v1/messages", asked | {"tools": [CLAUDE_TOOL]})
+    assert answer.status_code == 200
+    assert f'"input":{half}' in answer.text
+
+
+def test_a_call_whose_name_is_no_text_is_no_call(app, says):
+    says(written(r"\ud83d", "{}"))
+    body = {"model": "tiny", "max_tokens": 999, "messages": [{"role": "user", "content": "?"}]}
+    answer = app.post("/v1/messages", body | {"tools": [CLAUDE_TOOL]})
+    assert answer.status_code == 200
+    (block,) = answer.json()["content"]
+    assert block["type"] == "text"
+
+
 def test_the_calls_of_a_message_can_be_answered(app, claude, says):
     first = claude.messages.create(**claude.asked)
     says("Sunny.")

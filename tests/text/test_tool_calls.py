@@ -114,6 +114,15 @@ def test_a_malformed_call_is_text_where_the_output_is_judged_whole(body):
     assert parse(HERMES, [text], streams=False) == (text, [])
 
 
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("style", [HERMES, LLAMA])
+def test_a_name_that_is_no_text_is_no_functions(style, streams):
+    body = r'{"name": "f\ud800", "arguments": {"a": 1}}'
+    text = f"<tool_call>{body}</tool_call>" if style is HERMES else body
+    assert parse(style, [text], streams=streams) == (text, [])
+    assert parse(style, list(text), streams=streams) == (text, [])
+
+
 def test_arguments_are_streamed_as_they_come():
     parser = ToolCallParser(HERMES, streams=True)
     assert parser.push('<tool_call>\n{"name": "f", "argum') == []

@@ -10,11 +10,11 @@ so that clients find the block they read.
 
 from __future__ import annotations
 
-import json
 import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from msgspec import UNSET
 
 from tailrace.server.anthropic_protocol import Message, MessageUsage, TextBlock, ToolUseBlock
@@ -160,7 +160,9 @@ def _blocks_of(found: list[Found]) -> list[TextBlock | ToolUseBlock]:
                 arguments[index] += text
     calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
     for call, text in zip(calls, arguments, strict=True):
-        call.input = json.loads(text)  # an output that is read whole has whole calls alone
+        # As the model wrote it: an output that is read whole has whole calls alone, and a string
+        # in JSON may say what no string of ours can be sent as, such as half a character.
+        call.input = msgspec.Raw(text.encode())
     return blocks
 
 

@@ -322,9 +322,11 @@ class _Object:
         if head is None:
             return False
         try:
-            self.name = json.loads(head[1])
+            name = json.loads(head[1])
+            name.encode()  # half a character, which an escape may spell, is in no function's name
         except ValueError:
             return False
+        self.name = name
         self._first_args = self._said = head.end()
         return bool(self.name)
 
@@ -341,9 +343,10 @@ def _members(text: str) -> tuple[str, str] | None:
     """Return name and arguments of an object that is a call, the latter as written."""
     try:
         call = _DECODER.decode(text)
+        name = call.get("name")
+        str(name).encode()  # as in `find_head`
     except (ValueError, RecursionError):
         return None
-    name = call.get("name")
     given = [key for key in ("arguments", "parameters") if isinstance(call.get(key), dict)]
     if not isinstance(name, str) or not name or not given:
         return None
