@@ -246,7 +246,9 @@ def _multiples(schema: Any, param: str) -> Iterator[int]:
             )
         if isinstance(inner, dict):
             number = inner.get("multipleOf")
-            if isinstance(number, int | float) and math.isfinite(number):
+            if isinstance(number, int) and not isinstance(number, bool):
+                yield abs(number) or 1
+            elif isinstance(number, float) and math.isfinite(number):
                 yield Fraction(str(number)).numerator or 1
             todo += [(value, depth + 1) for value in inner.values()]
         elif isinstance(inner, list):
