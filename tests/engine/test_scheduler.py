@@ -320,14 +320,27 @@ def test_rows_that_pad_the_decodes_are_taken_from_the_prompts_budget():
 
 
 def test_lack_of_memory_halves_the_budget_and_time_brings_it_back():
-    chosen = scheduler(budget=64, slots=32, blocks=4096)
-    assert [chosen.cut_budget() for _ in range(5)] == [32, 16, 8, 8, 8]
+    chosen = scheduler(budget=64, slots=4, blocks=4096)
+    assert [chosen.cut_budget() for _ in range(5)] == [32, 16, 12, 12, 12]
     for index in range(20):
         chosen.add(sequence(index, 600, output=300))
     sizes = [step.num_tokens for step in run(chosen, 300)]
-    assert max(sizes[:63]) == 8
-    assert max(sizes[:127]) == 16
+    assert max(sizes[:63]) == 12
+    assert max(sizes[:127]) == 24
     assert max(sizes) > 32
+
+
+def test_lack_of_memory_takes_no_step_from_a_running_stream():
+    chosen = scheduler(budget=32, slots=16, blocks=4096)
+    for index in range(16):
+        chosen.add(sequence(index, 2, output=100))
+    settle(chosen, chosen.schedule())
+    for _ in range(4):
+        chosen.cut_budget()
+    for _ in range(5):
+        step = chosen.schedule()
+        assert len(step.chunks) == 16
+        settle(chosen, step)
 
 
 def test_a_rewound_sequence_is_told_to_the_runner_again_with_its_next_step():

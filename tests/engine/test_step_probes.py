@@ -83,6 +83,11 @@ def test_a_shape_without_memory_is_left_out_and_gives_its_units_back():
     assert all(load.prefill_tokens < 512 for load, _ in found)
 
 
+def test_a_shape_that_the_pool_has_no_units_for_is_left_out():
+    samples = timed([Probe(decodes=40, context=4), Probe(tokens=100), Probe(tokens=200)], units=16)
+    assert [load.prefill_tokens for load, _ in samples] == [100]
+
+
 def test_probes_end_with_their_time_but_two_are_always_there():
     probes = choose(max_batch_size=32, token_budget=512, context_length=4096, kv_tokens=30000)
     assert len(timed(probes, most_s=0.0)) == 2

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,7 +51,9 @@ class HostKv:
         shape = (num_places, len(self._rows), first.shape[1])
         is_gpu = self.device.type == "cuda"
         try:
-            self._host = torch.empty(shape, dtype=first.dtype, pin_memory=is_gpu)
+            self._host = torch.empty(shape, dtype=first.dtype)
+            if is_gpu:
+                _pin(self._host)
         except RuntimeError as error:
             raise ConfigError(
                 f"--cpu-offload-gib: the host does not give {num_places * self.unit_bytes} bytes "
@@ -113,6 +116,22 @@ def runs(places: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         if high == len(places) or places[high] != places[high - 1] + 1:
             yield low, high, places[low]
             low = high
+
+
+def _pin(host: torch.Tensor) -> None:
+    """Lock memory for the device's copies, for as long as the tensor lives.
+
+    `pin_memory=True` would lock up to twice as much: torch's allocator rounds to a power of two.
+
+    Raises:
+        RuntimeError: The driver does not lock it.
+    """
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    address = host.data_ptr()
+    status = int(cudart.cudaHostRegister(address, host.nbytes, 0))
+    if status:
+        raise RuntimeError(f"cudaHostRegister answers {status}")
+    weakref.finalize(host, cudart.cudaHostUnregister, address)
 
 
 def _as_stored(cache: torch.Tensor) -> torch.Tensor:

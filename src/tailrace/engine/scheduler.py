@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from tailrace.engine.pace import Pace
 
 _LEAST_BUDGET_SHARE = 8
-"""One part in so many of the token budget is the least that lack of memory leaves of it."""
+"""One part in so many of the token budget is the least that lack of memory leaves to prompts."""
 _STEPS_TO_RECOVER = 64
 # What is kept for each running sequence when somebody starts on borrowed units. More costs
 # concurrency, less costs preemptions: docs/performance.md, "The block manager".
@@ -512,7 +512,9 @@ class Scheduler:
 
     def cut_budget(self) -> int:
         """Halve the token budget for a while: a step found no memory; return what is left of it."""
-        least = max(1, self.token_budget // _LEAST_BUDGET_SHARE)
+        # Not below a token for each stream: rule 2 holds in hard times too.
+        streams = len(self._free_slots) + len(self.running)
+        least = min(self.token_budget, streams + max(1, self.token_budget // _LEAST_BUDGET_SHARE))
         self._budget_now = max(least, self._budget_now // 2)
         self._steps_since_cut = 0
         return self._budget_now

@@ -121,18 +121,24 @@ class ProbeRun:
     def run(self, probes: list[Probe], most_s: float) -> list[tuple[StepLoad, float]]:
         """Return (load, seconds) of as many probes as fit into `most_s`, at least two.
 
-        One that finds no memory on the device is left out.
+        One that finds no memory on the device, or no units in the pool, is left out.
         """
         begun_s = self._clock()
         samples = []
         for count, probe in enumerate(probes):
             if count >= _LEAST_PROBES and self._clock() - begun_s > most_s:
                 break
+            if self._units_of(probe) > self._blocks.num_units:
+                continue
             try:
                 samples.append(self._time(probe))
             except DeviceMemoryError as error:
                 log.warning("probe_without_memory", probe=str(probe), error=str(error))
         return samples
+
+    def _units_of(self, probe: Probe) -> int:
+        unit = self._blocks.unit_tokens
+        return probe.decodes * -(-probe.context // unit) - (-(probe.start + probe.tokens) // unit)
 
     def _time(self, probe: Probe) -> tuple[StepLoad, float]:
         step = self._step(probe)
