@@ -24,7 +24,7 @@ key = "sk-alice"
 class = "interactive"
 
 [keys."bob.2"]
-key-env = "BOB_KEY"
+key-env = "TAILRACE_BOB_KEY"
 class = "batch"
 """
 
@@ -36,7 +36,7 @@ def written(folder, text):
 
 
 def test_keys_are_read_with_their_classes_beside_the_settings(tmp_path):
-    config = load({}, file=written(tmp_path, GOOD), environ={"BOB_KEY": "sk-bob"})
+    config = load({}, file=written(tmp_path, GOOD), environ={"TAILRACE_BOB_KEY": "sk-bob"})
     assert config.engine.max_batch_size == 4
     alice, bob = config.access.holders
     assert alice == KeyHolder(

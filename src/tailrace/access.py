@@ -86,6 +86,11 @@ def read_access(tables: Mapping[str, Any], environ: Mapping[str, str], source: s
     return Access(holders)
 
 
+def key_variables(tables: Mapping[str, Any]) -> set[str]:
+    """Return the environment variables that hold keys, of tables that `read_access` took."""
+    return {entry["key-env"] for entry in tables.get("keys", {}).values() if "key-env" in entry}
+
+
 def _read_classes(entries: Any, source: str) -> dict[str, KeyClass]:
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError(f"{source}: classes must be tables, each under [[classes]]")

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tailrace.access import TABLES, Access, read_access
+from tailrace.access import TABLES, Access, key_variables, read_access
 from tailrace.errors import ConfigError, nearest
 
 DEFAULT_MODEL = "smollm2"
@@ -343,6 +343,8 @@ def load(
         content = _read_toml(file)
         tables = {name: content.pop(name) for name in TABLES if name in content}
         access = read_access(tables, environ, str(file))
+        variables = key_variables(tables)
+        environ = {name: value for name, value in environ.items() if name not in variables}
         merged |= _checked_names(content, known, str(file))
     merged |= _from_environment(environ, known)
     given = {name: value for name, value in overrides.items() if value is not None}

@@ -199,6 +199,8 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     """For "error": the same request may succeed later."""
     retry_after_s: float | None = None
     """For "refused": when there will be room, as predicted; None where nothing can be."""
+    refusal: str = ""
+    """For "refused": which rule it was, as the client's error code has it."""
     predicted_ttft_s: float | None = None
     """With the first token, and where it was refused: from `arrival_s` to the first token, as
     expected when the request came."""

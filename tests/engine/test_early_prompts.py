@@ -358,3 +358,17 @@ def test_output_is_the_models_whatever_was_computed_early(
             ids, min(most, context - len(ids)), frozenset()
         )
     assert_empty(bench)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_request_that_is_late_gives_up_what_was_computed_early_also_in_flight(steps):
+    bench = make_bench(num_blocks=64, budget=64, predicted_s=1.0)
+    grow(bench, "r-0", 0, PROMPT[:20])
+    for _ in range(steps):
+        bench.step()
+    bench.engine.gate.max_ttft_s = 0.5
+    late = bench.engine.add(request("r-0", PROMPT, 4))
+    assert late.refusal == "first_token_late"
+    rest(bench)
+    assert bench.reasons == {}
+    assert_empty(bench)

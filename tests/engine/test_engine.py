@@ -114,7 +114,8 @@ def make_bench(
 
 
 def request(request_id: str, prompt: list[int], max_tokens: int, **sampling) -> EngineRequest:
-    extra = {key: sampling.pop(key) for key in ("priority", "cache_salt") if key in sampling}
+    fields = ("priority", "cache_salt", "key", "share", "max_sequences")
+    extra = {name: sampling.pop(name) for name in fields if name in sampling}
     return EngineRequest(
         request_id=request_id,
         token_ids=prompt,
@@ -692,3 +693,57 @@ def test_a_failed_requests_kv_is_never_found_in_the_prefix_cache():
     assert bench.reasons == {"r-0": "error"}
     assert bench.blocks.lookup(prompt, "") == 0
     bench.blocks.check_integrity()
+
+
+def test_predictions_come_with_the_first_token_alone():
+    bench = make_bench(num_blocks=64, predicted_s=0.5)
+    assert bench.engine.add(request("r-0", [1] * 40, 3)) is None  # 16 tokens a step: three steps
+    outputs = [output for _ in range(8) for output in bench.engine.step()]
+    assert [output.predicted_ttft_s for output in outputs] == [pytest.approx(1.5), None, None]
+
+
+def test_a_late_first_token_is_refused_and_nothing_of_it_stays():
+    bench = make_bench(num_blocks=64, predicted_s=0.5)
+    bench.engine.gate.max_ttft_s = 2.0
+    assert bench.engine.add(request("r-0", [1] * 40, 3)) is None
+    bench.engine.reserve(ReserveKv("x-0", 16, 5.0))
+    late = bench.engine.add(request("x-0", [2] * 40, 3))
+    assert (late.finish_reason, late.refusal) == ("refused", "first_token_late")
+    assert late.predicted_ttft_s == pytest.approx(3.0)  # a stream takes a row of each step
+    assert late.retry_after_s == 1.0
+    assert bench.engine.requests == 1
+    assert bench.engine.stats().late_refusals_total == 1
+    assert bench.engine.add(request("y-0", [3] * 4, 3)) is None  # it fits into the third
+    bench.run()
+    assert set(bench.reasons) == {"r-0", "y-0"}
+    assert bench.blocks.leased_units == bench.blocks.held_units == 0
+    assert bench.engine.scheduler.shares.members == 0
+
+
+def test_a_key_is_held_to_its_sequences_and_others_are_not():
+    bench = make_bench(num_blocks=64, slots=1)
+    mine = {"key": "k", "max_sequences": 2}
+    for name in ("r-0", "r-1"):
+        assert bench.engine.add(request(name, [1] * 4, 3, **mine)) is None
+    refused = bench.engine.add(request("r-2", [1] * 4, 3, **mine))
+    assert (refused.finish_reason, refused.refusal) == ("refused", "key_limit_exceeded")
+    assert "'k' has 2 of 2" in refused.error
+    assert bench.engine.add(request("r-3", [1] * 4, 3, key="other", max_sequences=2)) is None
+    assert bench.engine.add(request("r-4", [1] * 4, 3)) is None
+    bench.engine.abort(["r-1"])
+    assert bench.engine.add(request("r-5", [1] * 4, 3, **mine)) is None
+    bench.run()
+    assert bench.engine.add(request("r-6", [1] * 4, 3, **mine)) is None
+
+
+def test_reports_say_when_a_place_will_be_free_while_somebody_waits_for_one():
+    bench = make_bench(num_blocks=64, slots=1, predicted_s=0.5, clock=VirtualClock())
+    bench.engine.add(request("r-0", [1] * 4, 20))
+    assert bench.engine.stats().place_free_s == 0.0  # nobody runs yet
+    bench.step()
+    bench.step()
+    bench.engine._clock.advance(1.0)
+    bench.engine.add(request("r-1", [1] * 4, 20))
+    assert 8.0 < bench.engine.stats().place_free_s < 11.0
+    bench.run()
+    assert bench.engine.stats().place_free_s is None

@@ -8,6 +8,8 @@ import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher
@@ -23,7 +25,7 @@ from tailrace.engine.scheduler import Scheduler
 from tailrace.kernels.torch_kernels import TorchKernels
 from tailrace.models.loader import load_model
 from tailrace.text.grammar import GrammarCompiler
-from tailrace.types import EngineRequest, ReserveKv, SamplingParams, TokenOutput
+from tailrace.types import EngineRequest, ReserveKv, SamplingParams, StepCosts, TokenOutput
 from tests.support.tiny import EOS_ID, VOCAB_SIZE, make_tiny_checkpoint
 
 SLOTS, UNIT, UNITS, CONTEXT = 4, 8, 64, 192
@@ -320,6 +322,23 @@ class SlowCompiler:
         for text, future in self.asked:
             if not future.done():
                 future.set_result(self.grammars.compile(text))
+
+
+def test_a_request_whose_grammar_compiles_counts_for_its_key_and_may_be_late(folder, grammars):
+    slow = SlowCompiler(grammars)
+    engine = make_engine(folder, slow)
+    engine.step_time.start(StepCosts(0.5, 0.0, 0, 0.0, 0.0, 0.0), np.ones(5))
+    bound = msgspec.structs.replace(request("bound", JSON), key="k", max_sequences=1)
+    second = msgspec.structs.replace(request("second", max_tokens=1), key="k", max_sequences=1)
+    assert engine.add(bound) is None
+    assert engine.add(second).refusal == "key_limit_exceeded"
+    engine.gate.max_ttft_s = 0.1
+    slow.finish()
+    ran = Ran()
+    ran.take(engine.step())
+    assert ran.last["bound"].refusal == "first_token_late"
+    assert not engine.has_work
+    assert engine.requests == 0
 
 
 def test_others_go_on_while_a_grammar_compiles(folder, grammars):

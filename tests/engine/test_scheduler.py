@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.engine.block_manager import BlockManager
-from tailrace.engine.scheduler import Scheduler
+from tailrace.engine.scheduler import MOST_OVERTAKEN, Scheduler
 from tailrace.engine.sequence import Sequence, Status
 from tailrace.errors import EngineError
 from tailrace.types import EngineRequest, SamplingParams
@@ -11,7 +11,9 @@ from tailrace.types import EngineRequest, SamplingParams
 SIZE = 8
 
 
-def sequence(index: int, prompt: int, output: int = 10, priority: int = 0) -> Sequence:
+def sequence(
+    index: int, prompt: int, output: int = 10, priority: int = 0, key: str = "", share: float = 1.0
+) -> Sequence:
     return Sequence.from_request(
         EngineRequest(
             request_id=f"s{index}",
@@ -19,6 +21,8 @@ def sequence(index: int, prompt: int, output: int = 10, priority: int = 0) -> Se
             sampling=SamplingParams(max_tokens=output),
             arrival_s=float(index),
             priority=priority,
+            key=key,
+            share=share,
         ),
         context_length=1000,
     )
@@ -356,3 +360,86 @@ def test_a_rewound_sequence_is_told_to_the_runner_again_with_its_next_step():
     assert second.admitted == [one]
     assert spans(second) == spans(first)
     assert not chosen.schedule().admitted
+
+
+def admitted(chosen: Scheduler, steps: int = 5000) -> list[Sequence]:
+    """Run to the end; return who was admitted for the first time, in order."""
+    found: list[Sequence] = []
+    for step in run(chosen, steps):
+        found += [s for s in step.admitted if s not in found]
+    return found
+
+
+def test_keys_are_admitted_in_turns_by_the_tokens_of_their_requests():
+    chosen = scheduler(slots=1)
+    for index in range(6):
+        chosen.add(sequence(index, 10, key="flood"))
+    for index in range(6, 9):
+        chosen.add(sequence(index, 10, key="other"))
+    chosen.add(sequence(9, 10, key="single"))
+    names = [s.key for s in admitted(chosen)]
+    assert sorted(names[:3]) == ["flood", "other", "single"]
+    assert sorted(names[3:7]) == ["flood", "flood", "other", "other"]
+    assert names[7:] == ["flood"] * 3
+
+
+def test_a_key_with_four_times_the_share_gets_four_times_the_turns():
+    chosen = scheduler(slots=1)
+    for index in range(40):
+        chosen.add(sequence(index, 10, key="large", share=4.0))
+    for index in range(40, 60):
+        chosen.add(sequence(index, 10, key="small"))
+    assert [s.key for s in admitted(chosen)][:20].count("large") == 16
+
+
+def test_the_lowest_priority_gets_one_admission_in_sixteen():
+    chosen = scheduler(slots=1)
+    low = [sequence(index, 4, output=2, priority=9) for index in range(3)]
+    for one in low:
+        chosen.add(one)
+    for index in range(3, 60):
+        chosen.add(sequence(index, 4, output=2))
+    order = admitted(chosen)
+    places = [order.index(one) for one in low]
+    assert places == [MOST_OVERTAKEN, 2 * MOST_OVERTAKEN + 1, 3 * MOST_OVERTAKEN + 2]
+
+
+def test_whoever_waited_longest_of_the_lower_ones_is_next_though_it_has_to_wait_for_room():
+    chosen = scheduler(blocks=16, slots=4, budget=200)
+    large = sequence(0, 100, output=3, priority=9)
+    chosen.add(large)
+    for index in range(1, 80):
+        chosen.add(sequence(index, 20, output=4))
+    order = admitted(chosen)
+    assert order.index(large) <= MOST_OVERTAKEN + 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    jobs=st.lists(
+        st.tuples(
+            st.integers(1, 40),
+            st.integers(1, 12),
+            st.integers(0, 2),
+            st.sampled_from(["", "a", "b"]),
+            st.integers(0, 3),
+        ),
+        min_size=1,
+        max_size=25,
+    ),
+    blocks=st.integers(8, 30),
+    slots=st.integers(1, 4),
+)
+def test_everybody_ends_and_a_key_is_served_in_the_order_in_which_it_came(jobs, blocks, slots):
+    chosen, came, order = scheduler(blocks=blocks, slots=slots), [], []
+    for index, (prompt, output, priority, key, steps) in enumerate(jobs):
+        came.append(sequence(index, prompt, output, priority, key, share=1.0 + 2 * (key == "a")))
+        chosen.add(came[-1])
+        order += [s for step in run(chosen, steps) for s in step.admitted]
+    order += [s for step in run(chosen) for s in step.admitted]
+    assert all(s.status is Status.FINISHED for s in came)
+    assert chosen.shares.members == 0
+    firsts = list(dict.fromkeys(order))
+    for level in {(s.priority, s.key) for s in came}:
+        mine = [s for s in came if (s.priority, s.key) == level]
+        assert [s for s in firsts if s in mine] == mine

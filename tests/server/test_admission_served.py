@@ -128,6 +128,8 @@ def test_a_first_token_that_would_be_late_is_refused_at_once(start, tmp_path):
         assert_nothing_is_held(client)
         found = samples(client)
         assert found["late_refusals_total"] == len(refused)
+        assert found['admission_rejections_total{reason="first_token_late"}'] == len(refused)
+        assert {answer.json()["error"]["code"] for answer in refused} == {"first_token_late"}
         predicted = found["predicted_time_to_first_token_seconds_count"]
         assert predicted == 51 - len(refused) == found["ttft_prediction_error_ratio_count"]
         assert asking(client).status_code == 200
@@ -202,6 +204,7 @@ def test_a_key_has_no_more_sequences_than_its_class_allows(start, tmp_path):
         assert refused.status_code == 429
         assert "'night' has 3 of 3" in refused.json()["error"]["message"]
         assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "key_limit_exceeded"
         assert "sk-night" not in refused.text
         assert asking(client, key="sk-alice").status_code == 200
         stack.close()

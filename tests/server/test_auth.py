@@ -2,6 +2,7 @@
 
 import pytest
 
+from tailrace.access import Access, KeyClass, KeyHolder
 from tailrace.config import Config, ServerConfig
 from tailrace.server.app import ROUTES
 from tailrace.server.auth import PUBLIC_PATHS
@@ -14,6 +15,10 @@ KEY = "geheim-schlüssel"
 def app(tiny_folder):
     with running_app(tiny_folder, config=Config(server=ServerConfig(api_key=KEY))) as app:
         yield app
+
+
+def named(name, key):
+    return KeyHolder(name=name, key=key, key_class=KeyClass(name="c", priority=3, share=2.0))
 
 
 def bearer(key):
@@ -129,3 +134,30 @@ def test_without_a_key_of_the_servers_everyone_may_come(tiny_folder):
     with running_app(tiny_folder) as app:
         assert app.get("/v1/models").status_code == 200
         assert app.get("/v1/models", headers=bearer("any")).status_code == 200
+
+
+def test_each_named_key_opens_beside_the_one_without_a_name_and_tells_its_name(tiny_folder):
+    access = Access((named("a", "key-a"), named("b", "schlüssel-b")))
+    config = Config(server=ServerConfig(api_key=KEY), access=access)
+    body = {"prompt": "Hi", "max_tokens": 2}
+    with running_app(tiny_folder, config=config) as app:
+        for key, name, priority in ((KEY, "", 0), ("key-a", "a", 3), ("schlüssel-b", "b", 3)):
+            answer = app.post("/generate", body, headers=bearer(key))
+            assert answer.status_code == 200
+            told = app.engine.requests[-1]
+            assert (told.key, told.priority) == (name, priority)
+            assert key not in repr(told)
+        for wrong in ("a", "key-", "key-ab", "KEY-A"):
+            assert app.post("/generate", body, headers=bearer(wrong)).status_code == 401
+        app.post("/generate", body, headers=bearer("key-a") | {"x-tailrace-priority": "4"})
+        assert app.engine.requests[-1].priority == 4
+        answer = app.post("/generate", body | {"priority": 2}, headers=bearer("key-a"))
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
+        answer = app.post("/generate", body, headers=bearer(KEY) | {"x-tailrace-priority": "x"})
+        assert answer.status_code == 400
+
+
+def test_named_keys_alone_close_the_door(tiny_folder):
+    with running_app(tiny_folder, config=Config(access=Access((named("a", "key-a"),)))) as app:
+        assert app.get("/v1/models").status_code == 401
+        assert app.get("/v1/models", headers=bearer("key-a")).status_code == 200

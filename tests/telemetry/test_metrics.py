@@ -284,3 +284,29 @@ def test_two_servers_in_one_process_do_not_share_a_registry():
 )
 def test_fragmentation_is_the_share_of_held_kv_without_a_token(live_tokens, held_blocks, share):
     assert fragmentation(stats(live_tokens=live_tokens, held_blocks=held_blocks)) == share
+
+
+def test_predictions_stand_beside_what_came():
+    metrics = Metrics(Gpus())
+    metrics.observe_request(record(predicted_ttft_s=7.0))  # of 6 s, 5 of them at the engine
+    metrics.observe_request(record())  # nothing was predicted
+    text = metrics.render()
+    assert value(text, "ttft_prediction_error_ratio_sum") == pytest.approx(0.2)
+    assert value(text, "ttft_prediction_error_ratio_count") == 1
+    assert value(text, "ttft_prediction_error_seconds_sum") == pytest.approx(1.0)
+    assert value(text, "predicted_time_to_first_token_seconds_sum") == 7.0
+    assert value(text, "time_to_first_token_seconds_count") == 2
+
+
+def test_refusals_are_counted_by_their_rule():
+    metrics = Metrics(Gpus())
+    for status, code in ((429, "first_token_late"), (503, None), (400, "x"), (429, "x")):
+        metrics.count_error(status, code)
+    text = metrics.render(stats=stats(late_refusals_total=4))
+    found = {
+        labels[0][1]: count
+        for (name, *labels), count in samples(text).items()
+        if name == "tailrace:admission_rejections_total"
+    }
+    assert found == {"first_token_late": 1, "service_unavailable": 1, "x": 1}
+    assert value(text, "late_refusals_total") == 4

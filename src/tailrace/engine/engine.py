@@ -400,6 +400,7 @@ class Engine:
             error=refusal.reason,
             retry_after_s=refusal.retry_after_s,
             predicted_ttft_s=refusal.predicted_ttft_s,
+            refusal=refusal.rule,
         )
 
     def _busy_s(self) -> float:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from tailrace.engine.sequence import Sequence
     from tailrace.engine.step_time import StepTimeModel
 
+FULL = "rate_limit_exceeded"
+KEY_FULL = "key_limit_exceeded"
+LATE = "first_token_late"
 LEAST_RETRY_S = 1.0
 MOST_RETRY_S = 600.0
 
@@ -32,7 +35,8 @@ class Refusal:
     """Fit for the client."""
     retry_after_s: float
     predicted_ttft_s: float | None = None
-    is_late: bool = False
+    rule: str = FULL
+    """FULL, KEY_FULL or LATE."""
 
 
 class Gate:
@@ -91,7 +95,7 @@ class Gate:
             f"and this server promises {self.max_ttft_s:g} s (--max-ttft); try again later",
             retry_after_s=_bounded(predicted_s - self.max_ttft_s),
             predicted_ttft_s=predicted_s,
-            is_late=True,
+            rule=LATE,
         )
 
     def place_free_s(self, *, busy_s: float, places: int = 1) -> float | None:
@@ -122,6 +126,7 @@ class Gate:
             f"the key {key!r} has {len(held) + compiling} of {most} sequences running or waiting; "
             "try again later",
             retry_after_s=_bounded(free_s),
+            rule=KEY_FULL,
         )
 
     def _key_free_s(self, held: Several[Sequence], busy_s: float) -> float:

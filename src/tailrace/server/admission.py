@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from tailrace.server.services import Services, TextServices
 
+FULL_CODE = "rate_limit_exceeded"
 FULL_RETRY_AFTER_S = 1.0
 MOST_RETRY_S = 600.0
 CLOSED_RETRY_AFTER_S = 2.0
@@ -80,17 +81,20 @@ class Admission:
         await self._is_empty.wait()
 
 
-def full(message: str, retry_after_s: float | None = None) -> RequestError:
+def full(
+    message: str, retry_after_s: float | None = None, *, code: str = FULL_CODE
+) -> RequestError:
     """Return what a request gets for which there is no place.
 
     Args:
         message: Why.
         retry_after_s: When there will be one; None: that is not known.
+        code: Which rule it was.
     """
     return RequestError(
         message,
         status=429,
-        code="rate_limit_exceeded",
+        code=code,
         retry_after_s=FULL_RETRY_AFTER_S if retry_after_s is None else retry_after_s,
     )
 

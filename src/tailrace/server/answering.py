@@ -178,7 +178,7 @@ class _Feed:
 
     def __init__(self, generation: Generation, emitter: Emitter, *, every_token: bool) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.priority = generation.standing.priority if generation.standing else 0
+        self.priority = generation.priority
         self._generation = generation
         self._emitter = emitter
         self._every_token = every_token

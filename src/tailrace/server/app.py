@@ -61,7 +61,7 @@ def create_app(services: Services) -> Callable[[Scope, Receive, Send], Awaitable
             if not isinstance(error, RequestError):
                 log.exception("request_failed", path=request.path, request_id=request.request_id)
                 error = RequestError("the server failed at this request", status=500)
-            services.metrics.count_error(error.status)
+            services.metrics.count_error(error.status, error.code)
             request.failure = error
             await _answer_error(request, error)
         finally:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from tailrace.server.http import Request
 
-ALLOWED_HEADERS = b"authorization, content-type, x-api-key, x-request-id"
+ALLOWED_HEADERS = b"authorization, content-type, x-api-key, x-request-id, x-tailrace-priority"
 """Where a browser does not say which it means."""
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9_\-, ]{1,2048}")
 MAX_AGE_S = b"600"

@@ -25,7 +25,7 @@ from msgspec import UNSET
 
 from tailrace.clock import monotonic
 from tailrace.errors import RequestError
-from tailrace.server.admission import full
+from tailrace.server.admission import FULL_CODE, full
 from tailrace.server.choice import Choice, Piece
 from tailrace.server.engine_client import EngineState
 from tailrace.server.protocol import AnswerMetrics, PromptTokensDetails, Usage
@@ -159,7 +159,7 @@ class Generation:
     _then: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
-        self.standing = self.standing or Standing(self.job.terms.priority or 0)
+        self._standing = self.standing or Standing(self.job.terms.priority or 0)
         self._timeline = self.timeline or Timeline(self.job.received_s, self.clock)
         self.times = Times(self._timeline.received_s, self.job.prompt_ready_s)
 
@@ -222,6 +222,11 @@ class Generation:
             total_tokens=prompt + completion,
             prompt_tokens_details=PromptTokensDetails(self.cached_tokens),
         )
+
+    @property
+    def priority(self) -> int:
+        """Of its requests and its stream: smaller is served sooner."""
+        return self._standing.priority
 
     @property
     def cached_tokens(self) -> int:
@@ -304,7 +309,7 @@ class Generation:
         return RequestRecord(
             request_id=self.job.request_id,
             http_request_id=http_request_id,
-            key=self.standing.key if self.standing else "",
+            key=self._standing.key,
             route=self.job.route,
             # The one reading of the wall clock: to find the record, not to subtract from it.
             unix_s=time.time(),
@@ -349,7 +354,7 @@ class Generation:
 
     def _submit(self, index: int) -> None:
         job = self.job
-        standing = self.standing or Standing()
+        standing = self._standing
         prompt_index, choice_index = divmod(index, job.n)
         sampling = job.sampling[prompt_index]
         request = EngineRequest(
@@ -442,7 +447,11 @@ class Generation:
 
     def _failure(self, output: TokenOutput) -> RequestError:
         if output.finish_reason == "refused":
-            return full(output.error or "the server is full; try again later", output.retry_after_s)
+            return full(
+                output.error or "the server is full; try again later",
+                output.retry_after_s,
+                code=output.refusal or FULL_CODE,
+            )
         message = output.error or "the request was ended by the server: it is going down"
         services = self.services
         stays = services.engine.state is EngineState.READY and not services.draining

@@ -113,7 +113,12 @@ class Metrics:
             ["status"],
             registry=self._registry,
         )
-
+        self._rejections = Counter(
+            f"{PREFIX}admission_rejections",
+            "Requests refused for want of room or time (429), or of a ready engine (503)",
+            ["reason"],
+            registry=self._registry,
+        )
         self._dropped = Counter(
             f"{PREFIX}request_log_dropped",
             "Records that were not written",
@@ -126,9 +131,16 @@ class Metrics:
         self._dropped.inc(total - self._noted_dropped)
         self._noted_dropped = total
 
-    def count_error(self, status: int) -> None:
-        """Count a request that was refused or failed: 429 and 503 are admission's refusals."""
+    def count_error(self, status: int, code: str | None = None) -> None:
+        """Count a request that was refused or failed: 429 and 503 are admission's refusals.
+
+        Args:
+            status: The answer's.
+            code: The error's, which says by which rule.
+        """
         self._errors.labels(str(status)).inc()
+        if status in (429, 503):
+            self._rejections.labels(code or "service_unavailable").inc()
 
     def observe_phases(self, record: RequestRecord) -> None:
         """Count where a request's time went: each phase once for each request."""
