@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import deque
-from types import SimpleNamespace
 
 import pytest
 
@@ -20,7 +19,7 @@ class Said:
     """In a generation's place: pieces, or errors, that have come."""
 
     def __init__(self, priority):
-        self.job = SimpleNamespace(terms=SimpleNamespace(priority=priority))
+        self.priority = priority
         self.come = deque()
 
     def drain(self, on_piece, on_end):
