@@ -95,6 +95,18 @@ def test_any_layout_gives_the_same_bits(on_triton, key_layout, value_layout):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("query_layout", [token_major, inside_a_larger_cache])
+@pytest.mark.parametrize("offset", [0, 30])
+def test_a_batch_of_one_equals_the_formula_in_any_layout(on_triton, offset, query_layout):
+    spans = Spans.unpadded(1, 40, offset)
+    q, k, v = random_case(on_triton, spans, heads=4, kv_heads=2)
+    expected = formula(q, k, v, spans, 0.3)
+    q, k, v = (on_triton.half(x) for x in (q, k, v))
+    for queries in (q, query_layout(q)):
+        found = run(on_triton, queries, k, token_major(v), spans)
+        assert_close("out", found, expected, **on_triton.tolerance)
+
+
 @pytest.mark.parametrize("layout", [token_major, inside_a_larger_cache, torch.Tensor.contiguous])
 def test_the_layouts_of_models_and_caches_are_read_in_place(on_triton, monkeypatch, layout):
     spans = Spans.unpadded(2, 9, 0)

@@ -103,6 +103,7 @@ def attend(
     *,
     scale: float,
     capability: Capability,
+    shape: Shape | None = None,
 ) -> Tensor:
     """Return causal attention [B, Q, Hq, D]; queries that are not real give zeros.
 
@@ -116,6 +117,7 @@ def attend(
         spans: Of B rows.
         scale: Of the scores.
         capability: Of the GPU, for the shape of the kernel.
+        shape: Another than the one that usually serves the GPU.
 
     Raises:
         ConfigError: No kernel serves the head dimension or the GPU.
@@ -125,9 +127,10 @@ def attend(
     if apart is None or apart != _tokens_apart(v_BHTD):
         k_BHTD, v_BHTD = (x.clone(memory_format=torch.contiguous_format) for x in (k_BHTD, v_BHTD))
         apart = k_BHTD.stride(0) // k_BHTD.stride(2)
-    q_THD = q_BHQD.transpose(1, 2).reshape(batch * queries, num_heads, head_dim)
+    # Of a batch of one, reshape alone would be a view whose heads lie apart.
+    q_THD = q_BHQD.transpose(1, 2).reshape(batch * queries, num_heads, head_dim).contiguous()
     out_THD = torch.zeros_like(q_THD) if spans.is_padded else torch.empty_like(q_THD)
-    shape = prefill_shape(head_dim, max(spans.ends), capability)
+    shape = shape or prefill_shape(head_dim, max(spans.ends), capability)
     indices = _indices(spans, apart, shape.block_m, q_THD.device)
     if q_THD.is_cuda:
         # Another stream may have made them, and drop them before this one has read them.
