@@ -27,6 +27,8 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(no_args_is_help=True, help="Measure a server that speaks OpenAI's API.")
 app.add_typer(bench_app, name="bench")
+plan_app = typer.Typer(no_args_is_help=True, help="Kernels chosen by measurement: serve --plan.")
+app.add_typer(plan_app, name="plan")
 
 
 def main() -> None:
@@ -461,6 +463,77 @@ def _check_accuracy(
         )
     typer.echo(found.describe(bound))
     raise typer.Exit(0 if found.keeps(bound) else 1)
+
+
+@plan_app.command("show")
+def _plan_show(
+    file: Annotated[Path | None, typer.Argument(help="Default: all that were measured here.")] = (
+        None
+    ),
+) -> None:
+    """Print plans: where they hold, what was timed, what won."""
+    from tailrace.errors import ConfigError  # noqa: PLC0415
+    from tailrace.kernels.plan import folder, read  # noqa: PLC0415
+
+    files = sorted(folder().glob("*.json")) if file is None else [file]
+    if not files:
+        raise ConfigError(f"plan show: {folder()} holds none; `tailrace plan measure` makes one")
+    for found in files:
+        typer.echo(f"{found}")
+        for line in read(found).describe():
+            typer.echo(f"  {line}")
+
+
+@plan_app.command("measure")
+def _plan_measure(
+    model: Annotated[str, typer.Argument(help="As --model-path of `tailrace serve`.")],
+    *,
+    gpus: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "",
+    dtype: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "auto",
+    quant_type: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "auto",
+    load_format: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "auto",
+    context_length: Annotated[int, typer.Option(help="As of `tailrace serve`.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Default: where `serve --plan auto` looks.")
+    ] = None,
+) -> None:
+    """Time every candidate on this GPU, however long it takes, and write the plan."""
+    from tailrace.errors import ConfigError  # noqa: PLC0415
+
+    if not gpus:
+        raise ConfigError(
+            "plan measure: on a CPU there is nothing to choose, --dtype and --cpu-kernels decide "
+            "(and change what is rounded); name a GPU with --gpus"
+        )
+    settings: dict[str, Any] = {
+        "model_path": model,
+        "gpus": gpus,
+        "dtype": dtype,
+        "quant_type": quant_type,
+    }
+    settings |= {"load_format": load_format, "context_length": context_length}
+    config = load(settings).engine
+    from tailrace.engine.setup import resolve  # noqa: PLC0415
+
+    folder = resolve(config)
+    from tailrace.engine.cuda_setup import measure_plan  # noqa: PLC0415
+
+    plan, file = measure_plan(config, folder, out)
+    typer.echo(f"{file}")
+    for line in plan.describe():
+        typer.echo(f"  {line}")
+
+
+@plan_app.command("pin")
+def _plan_pin(
+    source: Annotated[Path, typer.Argument(help="A plan's file: see `tailrace plan show`.")],
+    target: Annotated[Path, typer.Argument(help="The copy; must not exist.")],
+) -> None:
+    """Copy a plan and mark the copy: it is never measured again nor written to."""
+    from tailrace.kernels.plan import pin  # noqa: PLC0415
+
+    pin(source, target)
+    typer.echo(f"{target}: pinned; tailrace serve --plan {target}")
 
 
 @app.command("explain")

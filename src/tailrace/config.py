@@ -98,6 +98,11 @@ class EngineConfig:
         "auto", "auto | native (compiled C, an error where no compiler is) | torch."
     )
     threads: int = setting(0, "CPU threads; 0 takes the cores this process may use.")
+    plan: str = setting(
+        "off",
+        "Kernels by measurement on this GPU: off (the built-in table) | auto (the plan that was "
+        "measured here; what it lacks is measured at start, in about 2 s) | a plan's file.",
+    )
     warmup: bool = setting(True, "Run a few requests through the engine before /ready says yes.")
     seed: int = setting(0, "Of requests that bring no seed, and of dummy weights.")
 
@@ -193,6 +198,11 @@ class EngineConfig:
             )
 
     def _check_device(self) -> None:
+        if self.plan != "off" and not self.gpus:
+            raise ConfigError(
+                f"--plan {self.plan}: on a CPU there is nothing to choose, --dtype and "
+                "--cpu-kernels decide; leave --plan out, or name a GPU with --gpus"
+            )
         if len(self.gpus) > 1:
             raise ConfigError(
                 f"--gpus {','.join(map(str, self.gpus))}: one model over several GPUs is not in "

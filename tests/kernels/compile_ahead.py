@@ -21,7 +21,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tailrace.kernels.attention_shapes import ADA, DECODE, PREFILL
+from tailrace.kernels.attention_shapes import ADA, CANDIDATES, DECODE, PREFILL
 from tailrace.kernels.linear import (
     triton_float8,
     triton_float8_rows,
@@ -95,12 +95,13 @@ def attention_cases(kind: int, units: tuple[int, ...] = (16,)) -> Iterator[Case]
     for head_dim, rows in PREFILL[kind].items():
         heads, kv_heads = HEADS[head_dim]
         known = {"NUM_HEADS": heads, "GROUP": heads // kv_heads, "UNIT": 16, "HEAD_DIM": head_dim}
-        shapes = sorted({shape for _, shape in rows}, key=str)
+        shapes = dict.fromkeys(shape for _, shape in rows)
+        shapes |= dict.fromkeys(CANDIDATES.get(kind, {}).get(head_dim, ()))
         for shape, unit in itertools.product(shapes, units):
             tile = {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "UNIT": unit}
             where = "" if unit == 16 else " in one piece"
             yield Case(
-                f"prefill {head_dim} {shape.block_m}x{shape.block_n}{where}",
+                f"prefill {head_dim} {shape.words}{where}",
                 prefill_kernel,
                 {**UNIT_STRIDES, **known, **tile},
                 shape.num_warps,

@@ -20,6 +20,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -38,7 +39,6 @@ from tailrace.engine.runner import (
 )
 from tailrace.engine.staging import RING, Packed, Staging
 from tailrace.errors import DeviceMemoryError, EngineError
-from tailrace.kernels.attention_shapes import prefill_shape
 from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.paged_attention.device_batch import DeviceBatch, cut_tiles
 from tailrace.kernels.sampling.rows import NOT_FINITE
@@ -302,7 +302,6 @@ class CudaRunner:
         self.kv_scales = kv_scales
         self.sampler = sampler
         self.device = kernels.device
-        self._capability = kernels.capability
         self.block_size = block_size
         self.num_slots = num_slots
         self._token_budget = token_budget
@@ -333,7 +332,8 @@ class CudaRunner:
         self._graphs: dict[Frame, torch.cuda.CUDAGraph] = {}
         self._graph_outputs: dict[Frame, tuple[torch.Tensor, torch.Tensor]] = {}
         self._buckets = graph_buckets(num_slots)
-        self._shape = prefill_shape(config.head_dim, context_length, self._capability)
+        self._prefill_shape = partial(kernels.prefill_shape, config.head_dim)
+        self._shape = self._prefill_shape(context_length)
         self._mixed = mixed_frames(num_slots, token_budget, self._shape.block_m, paced=paced)
         self._padded_sizes = padded_sizes(num_slots)
         self._pool: Any = None  # torch names the type of its handle only to itself
@@ -404,7 +404,7 @@ class CudaRunner:
         captured = None if scored else self._captured_frame(chunks, step.num_tokens, decodes)
         shape = self._shape
         if captured is None:
-            shape = prefill_shape(self.model.config.head_dim, longest, self._capability)
+            shape = self._prefill_shape(longest)
         tiles = _tiles(chunks, decodes, captured, shape)
         frame = captured or Frame(
             decodes, step.num_tokens - decodes, len(chunks) - decodes, len(tiles)

@@ -11,6 +11,7 @@ import numpy as np
 import structlog
 import torch
 
+from tailrace.engine.cuda_plan import cuda_timer, measure_whole, settle
 from tailrace.engine.cuda_runner import (
     CudaRunner,
     Detail,
@@ -26,7 +27,7 @@ from tailrace.engine.host_kv import STAGING_BYTES
 from tailrace.engine.kv_calibration import find_scales
 from tailrace.engine.setup import describe_kv
 from tailrace.errors import ConfigError
-from tailrace.kernels.attention_shapes import FLOAT8_CAPABILITY, decode_shape, prefill_shape
+from tailrace.kernels.attention_shapes import FLOAT8_CAPABILITY, decode_shape
 from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.paged_attention.device_batch import DeviceBatch, cut_tiles
 from tailrace.kernels.triton_kernels import TritonKernels
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tailrace.config import EngineConfig
+    from tailrace.kernels.plan import Plan
     from tailrace.models.causal_lm import CausalLM
 
 log = structlog.get_logger("tailrace.engine")
@@ -98,6 +100,28 @@ def load_device(index: int) -> torch.device:
     return torch.device("cuda", index)
 
 
+def measure_plan(config: EngineConfig, folder: Path, out: Path | None) -> tuple[Plan, Path]:
+    """Measure a model's whole plan on its GPU and write it; without `out` to where auto looks.
+
+    Raises:
+        ConfigError: The device is missing, there is nothing to choose, or the plan there is pinned.
+        ModelError: The checkpoint cannot be served.
+    """
+    device = load_device(config.gpus[0])
+    dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+    kernels = TritonKernels(device, dtype)  # type: ignore[arg-type]  # checked by the config
+    model = load_model(
+        folder,
+        dtype=dtype,
+        kernels=kernels,
+        load_format=config.load_format,
+        quant_type=config.quant_type,
+        seed=config.seed,
+    )
+    longest = config.context_length or model.config.max_position
+    return measure_whole(kernels, model, longest, out, cuda_timer(device))
+
+
 def load_runner(
     config: EngineConfig, folder: Path, token_budget: int
 ) -> tuple[CudaRunner, int, int, str]:
@@ -134,6 +158,10 @@ def load_runner(
         raise ConfigError(
             f"--context-length {context}: the model holds {model.config.max_position} tokens"
         )
+    if config.plan != "off":
+        timer = cuda_timer(device)
+        settle(config.plan, kernels, model, longest=context, timer=timer)
+        del timer  # and its memory, before what is left is counted
     kv_dtype = kv_dtype_of(config, kernels)
     found = None
     if kv_dtype == FLOAT8:
@@ -283,7 +311,7 @@ def later_bytes(
 ) -> int:
     """Return what is allocated after the plan: each graph's logits, and the decode scratch."""
     shape, slots = model.config, config.max_batch_size
-    block_m = prefill_shape(shape.head_dim, context, kernels.capability).block_m
+    block_m = kernels.prefill_shape(shape.head_dim, context).block_m
     mixed = mixed_frames(slots, token_budget, block_m, paced=config.itl_target_s > 0)
     frames = [*map(Frame, graph_buckets(slots)), *mixed]
     rows = sum(frame.decodes + frame.prompts for frame in frames)
@@ -307,7 +335,7 @@ def measure_step(
     cache = allocate_kv(model, blocks, size, kernels.dtype, kernels.device)
     pool = torch.cuda.memory_allocated() - before
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    shape = prefill_shape(model.config.head_dim, int(lengths.max()), kernels.capability)
+    shape = kernels.prefill_shape(model.config.head_dim, int(lengths.max()))
     tiles = cut_tiles(lengths, lengths, first_sequence=0, block_m=shape.block_m)
     positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])
     owner = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)

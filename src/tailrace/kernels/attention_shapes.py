@@ -42,6 +42,23 @@ PREFILL: dict[int, dict[int, tuple[tuple[int, Shape], ...]]] = {
 }
 """By kind of GPU and head dimension: (below so many keys, shape), ascending."""
 
+CLASSES = (1024, 3072)
+"""Where the classes end that a plan chooses shapes for, in keys of the longest sequence."""
+
+# On an H200 all of those at 128 dimensions were compared with the truth (gpu_attention.py).
+CANDIDATES: dict[int, dict[int, tuple[Shape, ...]]] = {
+    HOPPER: {
+        64: (Shape(128, 64, 8, 3),),
+        128: (
+            Shape(64, 128, 4, 2),
+            Shape(128, 64, 8, 3),
+            Shape(128, 64, 8, 2),
+            Shape(128, 128, 8, 2),
+        ),
+    },
+}
+"""What a plan may choose beside `PREFILL`'s rows, by kind of GPU and head dimension."""
+
 # The split is the same everywhere: where a row's sums are cut decides its last bits.
 DECODE: dict[int, dict[int, DecodeShape]] = {
     AMPERE: {
@@ -89,6 +106,17 @@ def prefill_shape(head_dim: int, max_kv_len: int, capability: Capability) -> Sha
     """
     rows = PREFILL[kind(capability)][_row(head_dim)]
     return next(shape for bound, shape in rows if max_kv_len < bound)
+
+
+def prefill_candidates(head_dim: int, capability: Capability) -> tuple[Shape, ...]:
+    """Return the shapes that a plan may choose from, `PREFILL`'s own first.
+
+    Raises:
+        ConfigError: No kernel serves the head dimension or the GPU.
+    """
+    gpu, row = kind(capability), _row(head_dim)
+    own = (shape for _, shape in PREFILL[gpu][row])
+    return tuple(dict.fromkeys((*own, *CANDIDATES.get(gpu, {}).get(row, ()))))
 
 
 def decode_shape(head_dim: int, capability: Capability) -> DecodeShape:

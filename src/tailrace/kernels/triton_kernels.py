@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from tailrace.kernels.kernels import Linear, WeightDtype
     from tailrace.kernels.linear.weight import Weight
     from tailrace.kernels.paged_attention.device_batch import DeviceBatch
+    from tailrace.kernels.paged_attention.triton_prefill import Shape
     from tailrace.kernels.rotary import Rotary
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -73,7 +74,22 @@ class TritonKernels:
         is_gpu = device.type == "cuda"
         self._workspace = Workspace(device, self.dtype)
         self._skinny = SkinnyScratch.allocate(device) if is_gpu else None
+        self.skinny_layers: list[SkinnyLinear] = []
+        """Every plain linear layer that few rows may take another way through."""
+        self.prefill_rows: tuple[tuple[int, Shape], ...] = ()
+        """A plan's shapes of prompts' attention: (below so many keys, shape), ascending."""
         self._beside = torch.cuda.Stream(device, priority=-1) if is_gpu else None  # type: ignore[no-untyped-call]
+
+    def prefill_shape(self, head_dim: int, max_kv_len: int) -> Shape:
+        """Return the shape of prompts' attention: the plan's, or the table's.
+
+        Raises:
+            ConfigError: No kernel serves the head dimension or the GPU.
+        """
+        for bound, shape in self.prefill_rows:
+            if max_kv_len < bound:
+                return shape
+        return prefill_shape(head_dim, max_kv_len, self.capability)
 
     def reserve(self, *, rows: int, num_heads: int, head_dim: int, max_kv_len: int) -> None:
         """Make the decode kernel's scratch, once, for the largest step there will be."""
@@ -136,7 +152,7 @@ class TritonKernels:
         kv_scales: KVScales = UNSCALED,
     ) -> Tensor:
         """See `Kernels.paged_attention`."""
-        planned = plan(batch, prefill_shape(q_THD.shape[2], batch.max_kv_len, self.capability))
+        planned = plan(batch, self.prefill_shape(q_THD.shape[2], batch.max_kv_len))
         out_THD = torch.empty_like(q_THD)
         caches = (k_cache, v_cache)
         if not planned.num_decodes:
@@ -230,7 +246,10 @@ class TritonKernels:
             return Float8Linear(weight, bias_O, self._workspace)
         linear = CublasLinear(plain(weight), bias_O, self.dtype, self.device)
         # The interpreter takes a minute for what cuBLAS does at once.
-        return linear if self._skinny is None else SkinnyLinear(linear, self._skinny)
+        if self._skinny is None:
+            return linear
+        self.skinny_layers.append(SkinnyLinear(linear, self._skinny))
+        return self.skinny_layers[-1]
 
     @property
     def _multiplies_float8(self) -> bool:

@@ -28,6 +28,9 @@ MOST_ROWS, MOST_SPLIT_ROWS = 32, 16
 """Beyond them cuBLAS is as fast or faster, sooner where inputs are split: see
 benchmarks/gpu_skinny.py."""
 
+ROW_CLASSES = (MOST_SPLIT_ROWS, MOST_ROWS)
+"""Most rows of each class that a plan chooses a kernel for."""
+
 _MOST_TILES = 128
 """A layer of fewer tiles leaves multiprocessors idle, so its inputs are split."""
 
@@ -45,6 +48,15 @@ class SkinnyShape:
 
 WHOLE = SkinnyShape(64, 128, 1, 4, 3)
 SPLIT = SkinnyShape(64, 128, 4, 4, 3)
+
+
+CUBLAS = "cuBLAS"
+NAMES: dict[str, SkinnyShape | None] = {
+    CUBLAS: None,
+    "Triton": WHOLE,
+    "Triton, inputs split": SPLIT,
+}
+"""What serves few rows, as plans call it."""
 
 
 def skinny_shape(outputs: int) -> SkinnyShape:
@@ -196,13 +208,49 @@ class SkinnyLinear:
     def __init__(self, many: CublasLinear, scratch: SkinnyScratch) -> None:
         self._many = many
         self._scratch = scratch
-        self._shape = skinny_shape(many.weight_OI.shape[0])
-        self._most_rows = MOST_ROWS if self._shape == WHOLE else MOST_SPLIT_ROWS
+        usual = skinny_shape(many.weight_OI.shape[0])
+        self._shapes = [usual, usual if usual == WHOLE else None]
+        """Of each of `ROW_CLASSES`; None is cuBLAS."""
 
     @property
     def name(self) -> str:
         """How it computes."""
-        return f"{self._many.name}, Triton up to {self._most_rows} rows"
+        served = [rows for rows, shape in zip(ROW_CLASSES, self._shapes, strict=True) if shape]
+        return f"{self._many.name}, Triton up to {max(served)} rows" if served else self._many.name
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        outputs, inputs = self._many.weight_OI.shape
+        return outputs, inputs
+
+    @property
+    def plain(self) -> CublasLinear:
+        """The layer as cuBLAS has it: weight and bias."""
+        return self._many
+
+    def options(self, most_rows: int) -> list[str]:
+        """Return the `NAMES` of what can serve a class of rows; the scratch bounds split sums."""
+        fits = most_rows <= MOST_SPLIT_ROWS and skinny_shape(self.sizes[0]) == SPLIT
+        return [name for name, shape in NAMES.items() if shape != SPLIT or fits]
+
+    def serving(self, most_rows: int) -> str:
+        """Return the name of what serves a class of rows."""
+        shape = self._shapes[ROW_CLASSES.index(most_rows)]
+        return next(name for name, named in NAMES.items() if named == shape)
+
+    def serve(self, most_rows: int, name: str) -> None:
+        """Let another of `options` serve a class of rows."""
+        self._shapes[ROW_CLASSES.index(most_rows)] = NAMES[name]
+
+    def by(self, name: str, x_TI: Tensor) -> Tensor:
+        """Return the product by one of `options`."""
+        shape = NAMES[name]
+        if shape is None:
+            return self._many(x_TI)
+        return skinny_linear(
+            x_TI, self._many.weight_OI, self._many.bias_O, shape=shape, scratch=self._scratch
+        )
 
     @property
     def nbytes(self) -> int:
@@ -211,9 +259,10 @@ class SkinnyLinear:
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Return [T, O] in the weight's dtype."""
-        many = self._many
-        if not 0 < x_TI.shape[0] <= self._most_rows:
+        many, rows = self._many, x_TI.shape[0]
+        if not 0 < rows <= MOST_ROWS:
             return many(x_TI)
-        return skinny_linear(
-            x_TI, many.weight_OI, many.bias_O, shape=self._shape, scratch=self._scratch
-        )
+        shape = self._shapes[0 if rows <= MOST_SPLIT_ROWS else 1]
+        if shape is None:
+            return many(x_TI)
+        return skinny_linear(x_TI, many.weight_OI, many.bias_O, shape=shape, scratch=self._scratch)

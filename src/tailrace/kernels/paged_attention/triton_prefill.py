@@ -37,6 +37,11 @@ class Shape:
     num_warps: int
     num_stages: int
 
+    @property
+    def words(self) -> str:
+        """Its name in a plan."""
+        return f"{self.block_m}x{self.block_n}, {self.num_warps} warps, {self.num_stages} stages"
+
 
 @triton.jit
 def _span(

@@ -1,0 +1,208 @@
+"""The plan of a GPU and a model: found, measured where it is missing, applied before graphs.
+
+`--plan off` asks nothing. `auto` takes the plan that was measured here; what it lacks is measured
+within `BOUND_S` and added, and a plan of other versions is measured anew. A FILE is taken as it is,
+or refused.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+import torch
+
+from tailrace import __version__
+from tailrace.errors import ConfigError
+from tailrace.kernels.plan import Key, Plan, read, require, usual_file, write
+from tailrace.kernels.plan_questions import apply, measure, questions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from tailrace.kernels.plan_questions import Question
+    from tailrace.kernels.triton_kernels import TritonKernels
+    from tailrace.models.causal_lm import CausalLM
+
+    Timer = Callable[[Callable[[], object]], float]
+
+log = structlog.get_logger("tailrace.engine")
+
+BOUND_S = 2.0
+"""Of measuring at start; the last candidate's compilation may overrun it."""
+_CALLS = 9
+_COLD_BYTES = 256 << 20
+"""Written between calls, so that each finds a cold L2 cache."""
+
+
+def key_of(kernels: TritonKernels, model: CausalLM) -> Key:
+    """Return where a plan for these holds."""
+    config = model.config
+    layers = sorted({layer.sizes for layer in kernels.skinny_layers})
+    major, minor = kernels.capability
+    is_gpu = kernels.device.type == "cuda"
+    name = torch.cuda.get_device_name(kernels.device) if is_gpu else "Triton's interpreter"
+    shapes = " ".join(f"{inputs}x{outputs}" for outputs, inputs in layers)
+    return Key(
+        gpu=f"{name} ({major}.{minor})",
+        model=(
+            f"{config.num_heads}/{config.num_kv_heads} heads of {config.head_dim}, "
+            f"plain layers {shapes or 'none'}"
+        ),
+        dtype=str(kernels.dtype).removeprefix("torch."),
+        tailrace=__version__,
+        torch=str(torch.__version__),
+        triton=metadata.version("triton"),
+    )
+
+
+def questions_of(kernels: TritonKernels, model: CausalLM, longest: int) -> Iterator[Question]:
+    """Yield what there is to choose for a model with sequences of at most so many tokens."""
+    config = model.config
+    return questions(
+        kernels,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        longest=longest,
+    )
+
+
+def settle(
+    asked: str,
+    kernels: TritonKernels,
+    model: CausalLM,
+    *,
+    longest: int,
+    timer: Timer,
+    clock: Callable[[], float] = time.monotonic,
+    bound_s: float = BOUND_S,
+) -> Plan | None:
+    """Find or measure the plan that `--plan` asks for, and apply it.
+
+    Args:
+        asked: off, auto, or a plan's file.
+        kernels: Of the model.
+        model: Loaded.
+        longest: Tokens of the longest sequence.
+        timer: Returns the seconds of one call.
+        clock: Monotonic seconds.
+        bound_s: Of measuring, with auto.
+
+    Returns:
+        The plan that serves; None where none was asked for.
+
+    Raises:
+        ConfigError: A file that cannot be read, is stale or foreign, or a pinned plan that is
+            stale; nothing was changed.
+    """
+    if asked == "off":
+        return None
+    key = key_of(kernels, model)
+    if asked != "auto":
+        file = Path(asked)
+        plan = read(file)
+        require(plan, key, file)
+    else:
+        file = usual_file(key)
+        plan = known(file, key)
+        if not plan.pinned:
+            asked_for = questions_of(kernels, model, longest)
+            plan = complete(plan, file, asked_for, timer=timer, clock=clock, bound_s=bound_s)
+    apply(plan, kernels, model.config.head_dim, file)
+    log.info("plan", file=str(file), choices=len(plan.choices), changed=_changed(plan))
+    return plan
+
+
+def _changed(plan: Plan) -> list[str]:
+    """Return the choices that are not the default."""
+    return [f"{c.operation}, {c.sizes}: {c.winner}" for c in plan.choices if c.winner != c.default]
+
+
+def measure_whole(
+    kernels: TritonKernels, model: CausalLM, longest: int, out: Path | None, timer: Timer
+) -> tuple[Plan, Path]:
+    """Measure everything, however long it takes, and write it.
+
+    Raises:
+        ConfigError: There is nothing to choose, or the file is a pinned plan or cannot be written.
+    """
+    key = key_of(kernels, model)
+    file = usual_file(key) if out is None else out
+    if file.exists() and read(file).pinned:
+        raise ConfigError(f"plan {file}: is pinned; remove it, or name another file with --out")
+    asked = questions_of(kernels, model, longest)
+    choices = measure(asked, timer, time.monotonic, math.inf)
+    if not choices:
+        raise ConfigError(
+            f"plan measure: nothing to choose for {key.model} on {key.gpu}: there is one kernel "
+            "for each of its operations"
+        )
+    plan = Plan(key, tuple(choices))
+    write(plan, file)
+    return plan, file
+
+
+def complete(
+    plan: Plan,
+    file: Path,
+    asked: Iterable[Question],
+    *,
+    timer: Timer,
+    clock: Callable[[], float],
+    bound_s: float,
+) -> Plan:
+    """Measure what a plan lacks, as far as time allows, and write it where there is news."""
+    missing = (q for q in asked if plan.winner(q.operation, q.sizes) is None)
+    begun_s = clock()
+    choices = measure(missing, timer, clock, bound_s)
+    if choices:
+        plan = plan.with_choices(choices)
+        write(plan, file)
+        log.info("plan_measured", choices=len(choices), seconds=round(clock() - begun_s, 2))
+    return plan
+
+
+def known(file: Path, key: Key) -> Plan:
+    """Return the file's plan, or an empty one where it is missing or of other versions.
+
+    Raises:
+        ConfigError: The file is no plan, or a pinned one of other versions.
+    """
+    if not file.exists():
+        return Plan(key, ())
+    plan = read(file)
+    try:
+        require(plan, key, file)
+    except ConfigError as error:
+        if plan.pinned:
+            raise
+        log.warning("plan_measured_anew", reason=str(error))
+        return Plan(key, ())
+    return plan
+
+
+def cuda_timer(device: torch.device) -> Timer:
+    """Return a timer of calls that find a cold L2 cache: the median of a few, after one."""
+    flush = torch.empty(_COLD_BYTES, dtype=torch.uint8, device=device)
+
+    def seconds(work: Callable[[], object]) -> float:
+        work()
+        times = []
+        for _ in range(_CALLS):
+            flush.zero_()
+            begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            begin.record()
+            work()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        return float(statistics.median(times))
+
+    return seconds

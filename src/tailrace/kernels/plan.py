@@ -1,0 +1,198 @@
+"""Plans: which kernel serves which size on this machine, as measured, in a file.
+
+    question    an operation at sizes of one class      "prefill attention", "below 1024 keys"
+    candidates  kernels that compute the same           "64x64, 4 warps, 3 stages", ...
+    choice      their times, and the winner: the default, unless another beats it by `MARGIN`
+
+A plan belongs to one kind of GPU, model shape, dtype and set of versions: its key. Its file's name
+is made of the first three, so that a plan of other versions is found and seen to be stale. A pinned
+plan is never written to again. No torch here: `tailrace plan show` answers at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+
+from tailrace.config import cache_dir
+from tailrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+FORMAT = 1
+MARGIN = 0.03
+"""By how much less time than the default's a candidate wins."""
+
+MOST_BYTES = 1 << 20
+"""Of a plan's file."""
+
+Words = Annotated[str, msgspec.Meta(max_length=300)]
+Seconds = Annotated[float, msgspec.Meta(gt=0.0, lt=1e3)]
+
+
+class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a plan holds."""
+
+    gpu: Words
+    """Its name and compute capability."""
+    model: Words
+    """The sizes that kernels see."""
+    dtype: Words
+    tailrace: Words
+    torch: Words
+    triton: Words
+
+
+class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was measured for one question, and what follows from it."""
+
+    operation: Words
+    sizes: Words
+    default: Words
+    winner: Words
+    seconds: dict[Words, Seconds]
+    refused: dict[Words, Words] = {}
+    """Candidates that were not timed, and why."""
+
+    @property
+    def question(self) -> tuple[str, str]:
+        """What the choice answers."""
+        return self.operation, self.sizes
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A machine's choices for a model."""
+
+    key: Key
+    choices: tuple[Choice, ...]
+    pinned: bool = False
+    format: int = FORMAT
+
+    def winner(self, operation: str, sizes: str) -> str | None:
+        """Return the candidate that serves, where the question was measured."""
+        found = (c.winner for c in self.choices if c.question == (operation, sizes))
+        return next(found, None)
+
+    def with_choices(self, choices: Iterable[Choice]) -> Plan:
+        """Return the plan with further choices, which replace older ones to the same questions."""
+        merged = {choice.question: choice for choice in (*self.choices, *choices)}
+        return msgspec.structs.replace(self, choices=tuple(merged.values()))
+
+    def describe(self) -> list[str]:
+        """Say it in lines: the key, then each choice with its times in microseconds."""
+        key = msgspec.structs.asdict(self.key)
+        lines = [f"{name}: {value}" for name, value in key.items()]
+        lines += ["pinned"] if self.pinned else []
+        for choice in self.choices:
+            lines.append(f"{choice.operation}, {choice.sizes}: {choice.winner}")
+            for name, seconds in sorted(choice.seconds.items(), key=lambda item: item[1]):
+                mark = " (default)" if name == choice.default else ""
+                lines.append(f"    {seconds * 1e6:10.1f} us  {name}{mark}")
+            lines += [f"    refused        {name}: {why}" for name, why in choice.refused.items()]
+        return lines
+
+
+def choose(
+    operation: str,
+    sizes: str,
+    default: str,
+    seconds: dict[str, float],
+    refused: dict[str, str],
+) -> Choice:
+    """Return the choice that measured times lead to.
+
+    Args:
+        operation: Of the question.
+        sizes: Of the question.
+        default: The candidate that serves without a plan; it must have been timed.
+        seconds: By candidate.
+        refused: Candidates without a time, and why.
+    """
+    fastest = min(seconds, key=lambda name: seconds[name])
+    is_won = seconds[fastest] < (1.0 - MARGIN) * seconds[default]
+    return Choice(
+        operation, sizes, default, fastest if is_won else default, dict(seconds), dict(refused)
+    )
+
+
+def usual_file(key: Key) -> Path:
+    """Return where the plan of a GPU, model and dtype lies, whatever the versions."""
+    what = f"{key.gpu}\n{key.model}\n{key.dtype}"
+    return folder() / f"{hashlib.sha256(what.encode()).hexdigest()[:16]}.json"
+
+
+def folder() -> Path:
+    """Return the folder of the plans that were measured here."""
+    return cache_dir() / "plans"
+
+
+def read(file: Path) -> Plan:
+    """Return a file's plan.
+
+    Raises:
+        ConfigError: The file cannot be read, is no plan, or is of another format.
+    """
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"plan {file}: {error.strerror}") from error
+    if len(content) > MOST_BYTES:
+        raise ConfigError(f"plan {file}: larger than {MOST_BYTES} bytes, so it is no plan")
+    try:
+        plan = msgspec.json.decode(content, type=Plan)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"plan {file}: {error}; `tailrace plan measure` makes one") from error
+    if plan.format != FORMAT:
+        raise ConfigError(f"plan {file}: format {plan.format}, and this version reads {FORMAT}")
+    return plan
+
+
+def require(plan: Plan, key: Key, file: Path) -> None:
+    """Refuse a plan that was measured for something else.
+
+    Raises:
+        ConfigError: Names the file, the field, and both values.
+    """
+    for name, wanted in msgspec.structs.asdict(key).items():
+        found = getattr(plan.key, name)
+        if found != wanted:
+            raise ConfigError(
+                f"plan {file}: measured for {name} {found!r}, and here it is {wanted!r}; "
+                "`tailrace plan measure` makes one for this machine and version"
+            )
+
+
+def write(plan: Plan, file: Path) -> None:
+    """Write a plan, whole or not at all.
+
+    Raises:
+        ConfigError: The file is a pinned plan, or cannot be written.
+    """
+    if file.exists() and read(file).pinned:
+        raise ConfigError(f"plan {file}: is pinned; remove it, or name another file")
+    part = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n")
+        part.replace(file)
+    except OSError as error:
+        raise ConfigError(f"plan {file}: {error.strerror}") from error
+
+
+def pin(source: Path, target: Path) -> Plan:
+    """Copy a plan and mark the copy as pinned.
+
+    Raises:
+        ConfigError: There is no plan at the source, or a file at the target.
+    """
+    plan = msgspec.structs.replace(read(source), pinned=True)
+    if target.exists():
+        raise ConfigError(f"plan {target}: exists; remove it, or name another file")
+    write(plan, target)
+    return plan

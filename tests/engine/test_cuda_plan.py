@@ -1,0 +1,164 @@
+"""The plan that a start finds, measures or refuses; in the interpreter, by a timer of ours."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+
+from tailrace.errors import ConfigError
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from tailrace.engine import cuda_plan
+from tailrace.engine.cuda_plan import key_of, measure_whole, settle
+from tailrace.kernels.linear.cublas import CublasLinear
+from tailrace.kernels.linear.triton_skinny import SkinnyLinear, SkinnyScratch
+from tailrace.kernels.plan import Plan, pin, read, usual_file, write
+from tailrace.kernels.triton_kernels import TritonKernels
+
+MODEL = SimpleNamespace(config=SimpleNamespace(num_heads=2, num_kv_heads=1, head_dim=16))
+LONGEST = 40
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch, tmp_path):
+    monkeypatch.setenv("TAILRACE_CACHE_DIR", str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0")
+        warnings.filterwarnings("ignore", category=RuntimeWarning)
+        yield
+
+
+class Ticking:
+    """Each call of a candidate takes a tenth less than the one before: the last one wins."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def timer(self, work):
+        work()
+        self.calls += 1
+        return 100.0 * 0.9**self.calls
+
+    def clock(self):
+        return float(self.calls)
+
+
+def loaded():
+    kernels = TritonKernels(torch.device("cpu"), "float32")
+    weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
+    many = CublasLinear(weight, None, torch.float32, torch.device("cpu"))
+    kernels.skinny_layers.append(SkinnyLinear(many, SkinnyScratch.allocate("cpu")))
+    return kernels
+
+
+def start(asked, bound_s=math.inf):
+    """Return (kernels, plan, calls timed) of a start."""
+    kernels, ticking = loaded(), Ticking()
+    plan = settle(
+        str(asked), kernels, MODEL, longest=LONGEST, timer=ticking.timer, clock=ticking.clock,
+        bound_s=bound_s,
+    )  # fmt: skip
+    return kernels, plan, ticking.calls
+
+
+def file_here():
+    return usual_file(key_of(loaded(), MODEL))
+
+
+def test_off_asks_and_changes_nothing():
+    kernels, plan, calls = start("off")
+    assert (kernels.prefill_rows, plan, calls) == ((), None, 0)
+    assert not file_here().exists()
+
+
+def test_auto_measures_once_and_the_next_start_reads():
+    first, plan, calls = start("auto")
+    # Two shapes of attention, then split, whole and cuBLAS up to 16 rows, whole and cuBLAS to 32.
+    assert calls == 2 + 3 + 2
+    assert read(file_here()) == plan
+    second, again, calls = start("auto")
+    assert (calls, again) == (0, plan)
+    for kernels in (first, second):
+        assert len(kernels.prefill_rows) == 3
+        assert kernels.prefill_rows[0][1].words == plan.choices[0].winner
+        assert kernels.prefill_rows[0][1] != kernels.prefill_rows[1][1]
+
+
+def test_what_a_bound_left_out_is_measured_by_the_next_start():
+    _, plan, calls = start("auto", bound_s=3.0)
+    assert [choice.operation for choice in plan.choices] == ["prefill attention"]
+    assert calls == 3  # the last one's answer is not whole
+    _, plan, _ = start("auto")
+    assert len(plan.choices) == 3
+    assert read(file_here()) == plan
+
+
+def test_a_plan_of_other_versions_is_measured_anew():
+    _, plan, _ = start("auto")
+    write(stale(plan), file_here())
+    _, again, calls = start("auto")
+    assert calls == 7
+    assert read(file_here()) == again == plan
+
+
+def stale(plan):
+    return msgspec.structs.replace(plan, key=msgspec.structs.replace(plan.key, torch="1.0"))
+
+
+def test_a_pinned_plan_is_taken_as_it_is_and_refused_where_it_is_stale(tmp_path):
+    _, plan, _ = start("auto")
+    few = msgspec.structs.replace(plan, choices=plan.choices[:1])
+    for given, calls in ((few, 0), (stale(few), None)):
+        write(given, tmp_path / "some.json")
+        file_here().unlink()
+        pin(tmp_path / "some.json", file_here())
+        if calls is None:
+            with pytest.raises(ConfigError, match=r"measured for torch '1\.0'"):
+                start("auto")
+        else:
+            assert start("auto")[1:] == (msgspec.structs.replace(given, pinned=True), calls)
+
+
+@pytest.mark.parametrize("name", ["gpu", "model", "dtype", "tailrace", "torch", "triton"])
+def test_a_files_plan_must_be_of_this_machine_model_and_version(tmp_path, name):
+    key = key_of(loaded(), MODEL)
+    file = tmp_path / "given.json"
+    write(Plan(msgspec.structs.replace(key, **{name: "other"}), ()), file)
+    with pytest.raises(ConfigError, match=f"{file}: measured for {name} 'other'"):
+        start(file)
+
+
+def test_a_files_plan_serves_and_nothing_is_measured(tmp_path):
+    _, plan, _ = start("auto")
+    file = tmp_path / "given.json"
+    write(plan, file)
+    file_here().unlink()
+    kernels, found, calls = start(file)
+    assert (found, calls) == (plan, 0)
+    assert kernels.prefill_rows[0][1].words == plan.choices[0].winner
+    assert not file_here().exists()
+
+
+def test_a_whole_plan_is_measured_without_a_bound_and_replaces_the_old(tmp_path):
+    kernels, out = loaded(), tmp_path / "out.json"
+    plan, file = measure_whole(kernels, MODEL, LONGEST, out, Ticking().timer)
+    assert (file, read(out)) == (out, plan)
+    assert len(plan.choices) == 3
+    assert measure_whole(kernels, MODEL, LONGEST, None, Ticking().timer)[1] == file_here()
+    pin(out, tmp_path / "pinned.json")
+    ticking = Ticking()
+    with pytest.raises(ConfigError, match="is pinned"):
+        measure_whole(kernels, MODEL, LONGEST, tmp_path / "pinned.json", ticking.timer)
+    assert ticking.calls == 0
+
+
+def test_a_model_with_nothing_to_choose_is_told_so(monkeypatch):
+    monkeypatch.setattr(cuda_plan, "questions_of", lambda *_: iter(()))
+    with pytest.raises(ConfigError, match="nothing to choose for 2/1 heads of 16"):
+        measure_whole(loaded(), MODEL, LONGEST, None, Ticking().timer)
