@@ -11,9 +11,13 @@ from tailrace.bench.max_rate import Measuring, Subject
 from tailrace.bench.plan import SearchPlan
 from tailrace.bench.traffic.workload import Workload, build
 from tailrace.config import EngineConfig, ServerConfig
+from tailrace.kernels.plan import Key, Plan, choose, write
 
 
-def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, cwd: Path | None = None, cache: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    known = {} if cache is None else {"TAILRACE_CACHE_DIR": str(cache)}
     return subprocess.run(
         [sys.executable, "-m", "tailrace", *arguments],
         capture_output=True,
@@ -21,7 +25,7 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
         check=False,
         timeout=120,
         cwd=cwd,
-        env={"COLUMNS": "200", "NO_COLOR": "1", "PATH": ""},
+        env={"COLUMNS": "200", "NO_COLOR": "1", "PATH": "", **known},
     )
 
 
@@ -41,6 +45,8 @@ def test_serve_has_one_option_for_each_setting():
         ["compare", "--help"],
         ["check-accuracy", "--help"],
         ["quantize", "--help"],
+        ["plan", "measure", "--help"],
+        ["plan", "show"],
         ["bench", "max-rate", "--help"],
         ["bench", "locustfile"],
     ],
@@ -70,6 +76,31 @@ def test_a_bad_setting_is_one_readable_line_and_status_1():
     done = run("serve", "--block-size", "7")
     assert done.returncode == 1
     assert done.stderr == "tailrace: --block-size 7: must be one of auto, 8, 16, 32\n"
+
+
+def test_plans_are_shown_and_pinned(tmp_path):
+    done = run("plan", "show", cache=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"tailrace: plan show: {tmp_path}/plans holds none")
+    key = Key(gpu="H200", model="m", dtype="bfloat16", tailrace="1", torch="2", triton="3")
+    seconds = {"usual": 2e-3, "other": 1e-3}
+    file = tmp_path / "plans" / "a.json"
+    write(Plan(key, (choose("attention", "longer", "usual", seconds, {}),)), file)
+    shown = run("plan", "show", cache=tmp_path).stdout
+    assert shown.startswith(f"{file}\n  gpu: H200\n")
+    assert "attention, longer: other\n" in shown
+    pinned = tmp_path / "pinned.json"
+    assert str(pinned) in run("plan", "pin", str(file), str(pinned)).stdout
+    assert "\n  pinned\n" in run("plan", "show", str(pinned)).stdout
+
+
+@pytest.mark.parametrize(
+    "command", [("plan", "measure", "smollm2"), ("serve", "--print-config", "--plan", "auto")]
+)
+def test_on_a_cpu_a_plan_has_nothing_to_choose(command):
+    done = run(*command)
+    assert done.returncode == 1
+    assert "on a CPU there is nothing to choose" in done.stderr
 
 
 def test_a_mistyped_option_names_the_nearest():

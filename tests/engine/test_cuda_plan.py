@@ -57,12 +57,12 @@ def loaded():
     return kernels
 
 
-def start(asked, bound_s=math.inf):
+def start(asked, bound_s=math.inf, *, kv_is_float8=False):
     """Return (kernels, plan, calls timed) of a start."""
     kernels, ticking = loaded(), Ticking()
     plan = settle(
         str(asked), kernels, MODEL, longest=LONGEST, timer=ticking.timer, clock=ticking.clock,
-        bound_s=bound_s,
+        bound_s=bound_s, kv_is_float8=kv_is_float8,
     )  # fmt: skip
     return kernels, plan, ticking.calls
 
@@ -88,6 +88,16 @@ def test_auto_measures_once_and_the_next_start_reads():
         assert len(kernels.prefill_rows) == 3
         assert kernels.prefill_rows[0][1].words == plan.choices[0].winner
         assert kernels.prefill_rows[0][1] != kernels.prefill_rows[1][1]
+
+
+def test_attention_over_a_float8_cache_is_neither_measured_nor_changed():
+    _, plan, calls = start("auto", kv_is_float8=True)
+    assert (len(plan.choices), calls) == (2, 5)
+    _, plan, calls = start("auto")
+    assert (len(plan.choices), calls) == (3, 2)
+    kernels, again, calls = start("auto", kv_is_float8=True)
+    assert (again, calls, kernels.prefill_rows) == (plan, 0, ())
+    assert kernels.skinny_layers[0].serving(16) == plan.winner("linear 64 to 96", "up to 16 rows")
 
 
 def test_what_a_bound_left_out_is_measured_by_the_next_start():

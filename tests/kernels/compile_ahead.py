@@ -91,12 +91,16 @@ def float8_cases(kind: int) -> Iterator[Case]:
             yield replace(case, name=f"{case.name} float8", types=FLOAT8_KV)
 
 
-def attention_cases(kind: int, units: tuple[int, ...] = (16,)) -> Iterator[Case]:
+def attention_cases(
+    kind: int, units: tuple[int, ...] = (16,), *, planned: bool = False
+) -> Iterator[Case]:
+    """The table's shapes, and where plans count those that they may choose, too."""
     for head_dim, rows in PREFILL[kind].items():
         heads, kv_heads = HEADS[head_dim]
         known = {"NUM_HEADS": heads, "GROUP": heads // kv_heads, "UNIT": 16, "HEAD_DIM": head_dim}
         shapes = dict.fromkeys(shape for _, shape in rows)
-        shapes |= dict.fromkeys(CANDIDATES.get(kind, {}).get(head_dim, ()))
+        if planned:
+            shapes |= dict.fromkeys(CANDIDATES.get(kind, {}).get(head_dim, ()))
         for shape, unit in itertools.product(shapes, units):
             tile = {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "UNIT": unit}
             where = "" if unit == 16 else " in one piece"
@@ -266,7 +270,7 @@ def usage(compiled: Any) -> dict[str, int]:
 
 def main(kind: int) -> None:
     cases = [
-        *attention_cases(kind, (16, WHOLE)),
+        *attention_cases(kind, (16, WHOLE), planned=True),
         *float8_cases(kind),
         *other_cases(),
         *int4_cases(),

@@ -61,7 +61,9 @@ def key_of(kernels: TritonKernels, model: CausalLM) -> Key:
     )
 
 
-def questions_of(kernels: TritonKernels, model: CausalLM, longest: int) -> Iterator[Question]:
+def questions_of(
+    kernels: TritonKernels, model: CausalLM, longest: int, *, kv_is_float8: bool = False
+) -> Iterator[Question]:
     """Yield what there is to choose for a model with sequences of at most so many tokens."""
     config = model.config
     return questions(
@@ -70,6 +72,7 @@ def questions_of(kernels: TritonKernels, model: CausalLM, longest: int) -> Itera
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         longest=longest,
+        kv_is_float8=kv_is_float8,
     )
 
 
@@ -80,6 +83,7 @@ def settle(
     *,
     longest: int,
     timer: Timer,
+    kv_is_float8: bool = False,
     clock: Callable[[], float] = time.monotonic,
     bound_s: float = BOUND_S,
 ) -> Plan | None:
@@ -91,6 +95,7 @@ def settle(
         model: Loaded.
         longest: Tokens of the longest sequence.
         timer: Returns the seconds of one call.
+        kv_is_float8: Then attention, which reads the cache, stays as it is.
         clock: Monotonic seconds.
         bound_s: Of measuring, with auto.
 
@@ -112,9 +117,9 @@ def settle(
         file = usual_file(key)
         plan = known(file, key)
         if not plan.pinned:
-            asked_for = questions_of(kernels, model, longest)
+            asked_for = questions_of(kernels, model, longest, kv_is_float8=kv_is_float8)
             plan = complete(plan, file, asked_for, timer=timer, clock=clock, bound_s=bound_s)
-    apply(plan, kernels, model.config.head_dim, file)
+    apply(plan, kernels, model.config.head_dim, file, kv_is_float8=kv_is_float8)
     log.info("plan", file=str(file), choices=len(plan.choices), changed=_changed(plan))
     return plan
 

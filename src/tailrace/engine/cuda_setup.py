@@ -160,7 +160,14 @@ def load_runner(
         )
     if config.plan != "off":
         timer = cuda_timer(device)
-        settle(config.plan, kernels, model, longest=context, timer=timer)
+        settle(
+            config.plan,
+            kernels,
+            model,
+            longest=context,
+            timer=timer,
+            kv_is_float8=config.kv_is_float8,
+        )
         del timer  # and its memory, before what is left is counted
     kv_dtype = kv_dtype_of(config, kernels)
     found = None

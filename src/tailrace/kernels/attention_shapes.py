@@ -50,7 +50,6 @@ CANDIDATES: dict[int, dict[int, tuple[Shape, ...]]] = {
     HOPPER: {
         64: (Shape(128, 64, 8, 3),),
         128: (
-            Shape(64, 128, 4, 2),
             Shape(128, 64, 8, 3),
             Shape(128, 64, 8, 2),
             Shape(128, 128, 8, 2),

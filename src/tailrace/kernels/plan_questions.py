@@ -121,7 +121,13 @@ def _error(found: Tensor, truth: Tensor) -> float:
 
 
 def questions(
-    kernels: TritonKernels, *, num_heads: int, num_kv_heads: int, head_dim: int, longest: int
+    kernels: TritonKernels,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    longest: int,
+    kv_is_float8: bool = False,
 ) -> Iterator[Question]:
     """Yield what there is to choose for a loaded model.
 
@@ -131,9 +137,10 @@ def questions(
         num_kv_heads: Key heads.
         head_dim: Of both.
         longest: Tokens of the longest sequence; classes beyond are not asked.
+        kv_is_float8: Attention over such a cache is another kernel, which no plan is about.
     """
     heads = (num_heads, num_kv_heads, head_dim)
-    if len(prefill_candidates(head_dim, kernels.capability)) > 1:
+    if len(prefill_candidates(head_dim, kernels.capability)) > 1 and not kv_is_float8:
         for low, bound in zip((0, *CLASSES), BOUNDS, strict=True):
             if low < longest:
                 length = min(longest, max(low + low // 3, CLASSES[0] // 2))
@@ -147,7 +154,9 @@ def questions(
                 yield _linear(kernels, layer, most_rows)
 
 
-def apply(plan: Plan, kernels: TritonKernels, head_dim: int, file: Path) -> None:
+def apply(
+    plan: Plan, kernels: TritonKernels, head_dim: int, file: Path, *, kv_is_float8: bool = False
+) -> None:
     """Let the plan's winners serve.
 
     Args:
@@ -155,6 +164,7 @@ def apply(plan: Plan, kernels: TritonKernels, head_dim: int, file: Path) -> None
         kernels: Whose layers it is about.
         head_dim: Of the model.
         file: Where the plan lies, for errors.
+        kv_is_float8: As above: then attention stays as it is.
 
     Raises:
         ConfigError: It names a kernel that is no candidate here; nothing was changed.
@@ -171,7 +181,7 @@ def apply(plan: Plan, kernels: TritonKernels, head_dim: int, file: Path) -> None
             operation, sizes = linear_words(layer, most_rows)
             name = _winner(plan, operation, sizes, layer.options(most_rows), file)
             served.append((layer, most_rows, name))
-    kernels.prefill_rows = tuple(rows)
+    kernels.prefill_rows = () if kv_is_float8 else tuple(rows)
     for layer, most_rows, name in served:
         if name is not None:
             layer.serve(most_rows, name)
