@@ -46,7 +46,7 @@ def test_serve_has_one_option_for_each_setting():
         ["check-accuracy", "--help"],
         ["quantize", "--help"],
         ["plan", "measure", "--help"],
-        ["plan", "show"],
+        ["plan", "--help"],
         ["bench", "max-rate", "--help"],
         ["bench", "locustfile"],
     ],

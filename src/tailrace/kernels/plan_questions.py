@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tailrace.kernels.linear.cublas import CublasLinear
     from tailrace.kernels.linear.triton_skinny import SkinnyLinear
     from tailrace.kernels.paged_attention.triton_prefill import Shape
     from tailrace.kernels.triton_kernels import TritonKernels
@@ -40,7 +41,8 @@ BOUNDS = (*CLASSES, 1 << 30)
 _STRAY = 2.0
 """A candidate errs at most so many times as much as the default."""
 _ROWS = 256
-"""Of attention in float32 that are computed at once."""
+_OUTPUTS = 8192
+"""Of attention, and of a layer, that a reference computes at once, to need little memory."""
 _ROUNDING = 1e-3
 """An error that any of them may have: half precision's own."""
 
@@ -237,9 +239,8 @@ def _linear(kernels: TritonKernels, layer: SkinnyLinear, most_rows: int) -> Ques
     x_TI = _noise(kernels, (most_rows, layer.sizes[1]))
 
     def truth() -> Tensor:
-        plain = layer.plain
-        bias_O = None if plain.bias_O is None else plain.bias_O.float()
-        return functional.linear(x_TI.float(), plain.weight_OI.float(), bias_O)
+        outputs = range(0, layer.sizes[0], _OUTPUTS)
+        return torch.cat([_exact_outputs(x_TI, layer.plain, first) for first in outputs], 1)
 
     works = {name: partial(layer.by, name, x_TI) for name in layer.options(most_rows)}
     operation, sizes = linear_words(layer, most_rows)
@@ -256,6 +257,13 @@ def _exact_rows(q: Tensor, k: Tensor, v: Tensor, first: int) -> Tensor:
         rows, keys, values, attn_mask=is_seen, enable_gqa=True
     )
     return found.transpose(1, 2)
+
+
+def _exact_outputs(x_TI: Tensor, plain: CublasLinear, first: int) -> Tensor:
+    """Return the product [T, outputs] with some outputs' weights in float32, as above."""
+    part = slice(first, first + _OUTPUTS)
+    bias_O = None if plain.bias_O is None else plain.bias_O[part].float()
+    return functional.linear(x_TI.float(), plain.weight_OI[part].float(), bias_O)
 
 
 def _noise(kernels: TritonKernels, shape: tuple[int, ...]) -> Tensor:
