@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from concurrent.futures import Future
+import threading
 
 import pytest
 from llguidance import LLMatcher
@@ -236,23 +236,77 @@ def test_multiples_within_bounds_are_served(compiler):
     assert accepts(compiler, grammar_of(Constraint("json", schema, "x")), "1.25")
 
 
-def test_a_grammar_that_takes_too_long_is_refused(monkeypatch):
-    monkeypatch.setattr(structured, "COMPILE_TIMEOUT_S", 0.01)
+def regex(pattern):
+    return LLMatcher.grammar_from_regex(pattern)
 
-    class Stuck:
-        waiting = 0
 
-        def compile_soon(self, text):
-            return Future()
+@pytest.fixture
+def held(tiny_folder, monkeypatch):
+    """A compiler that has compiled "a", and stops at "slow" until the event is set."""
+    compiler = GrammarCompiler(tiny_folder, VOCAB_SIZE, [EOS_ID])
+    compiler.compile(regex("a"))
+    begun, go_on = threading.Event(), threading.Event()
+    really = compiler._matcher
 
-    with pytest.raises(RequestError, match=r"takes more than 0.01 s") as caught:
-        asyncio.run(compiled("start:", Stuck(), "guided_regex"))
+    def matcher(text):
+        if text == regex("slow"):
+            begun.set()
+            go_on.wait(60)
+        return really(text)
+
+    monkeypatch.setattr(compiler, "_matcher", matcher)
+    compiler.begun, compiler.go_on = begun, go_on
+    yield compiler
+    go_on.set()
+    compiler.close()
+
+
+def test_a_grammar_that_takes_too_long_is_refused(monkeypatch, held):
+    monkeypatch.setattr(structured, "COMPILE_TIMEOUT_S", 0.5)
+    with pytest.raises(RequestError, match=r"takes more than 0.5 s") as caught:
+        asyncio.run(compiled(regex("slow"), held, "guided_regex"))
     assert caught.value.status == 400
+
+
+def test_a_grammar_behind_others_is_not_blamed_for_them(monkeypatch, held):
+    monkeypatch.setattr(structured, "COMPILE_TIMEOUT_S", 0.05)
+    held.compile_soon(regex("slow"))
+    assert held.begun.wait(20)
+    with pytest.raises(RequestError, match="others took the compiler") as caught:
+        asyncio.run(compiled(regex("b"), held, "guided_regex"))
+    error = caught.value
+    assert (error.status, error.code, error.retry_after_s) == (503, "service_unavailable", 0.05)
+    assert held.waiting == 1  # it does not wait any more
+
+
+def test_a_grammar_that_is_compiled_already_waits_for_no_other(monkeypatch, held):
+    held.compile_soon(regex("slow"))
+    assert held.begun.wait(20)
+    assert held.compile_soon(regex("a")).done()
+    monkeypatch.setattr(structured, "MAX_COMPILING", 1)
+    assert asyncio.run(compiled(regex("a"), held, "guided_regex")) == regex("a")
+
+
+def test_a_grammar_whose_client_has_gone_does_not_wait(held):
+    async def main():
+        held.compile_soon(regex("slow"))
+        asked = asyncio.create_task(compiled(regex("b"), held, "guided_regex"))
+        await asyncio.sleep(0.01)
+        assert held.waiting == 2
+        asked.cancel()
+        await asyncio.wait([asked])
+        await asyncio.sleep(0.01)
+        assert held.waiting == 1
+
+    asyncio.run(main())
 
 
 def test_a_busy_compiler_takes_no_more():
     class Busy:
         waiting = structured.MAX_COMPILING
+
+        def kept(self, text):
+            return None
 
     with pytest.raises(RequestError, match="wait to be compiled") as caught:
         asyncio.run(compiled("start:", Busy(), "guided_regex"))

@@ -171,20 +171,20 @@ async def compiled(grammar: str, compiler: GrammarCompiler | None, param: str) -
     """Return a grammar's text, once it has been compiled.
 
     Raises:
-        RequestError: 400, it cannot be; 503, too many others wait for the compiler.
+        RequestError: 400, it cannot be; 503, the compiler is busy with too many others.
     """
     if compiler is None:
         raise RequestError(f"{param}: this server has no grammar compiler", param=param)
+    if compiler.kept(grammar) is not None:
+        return grammar
     if compiler.waiting >= MAX_COMPILING:
-        raise RequestError(
-            f"{MAX_COMPILING} grammars wait to be compiled; try again later",
-            status=503,
-            param=param,
-            code="service_unavailable",
-            retry_after_s=COMPILE_TIMEOUT_S,
-        )
+        raise _busy(f"{MAX_COMPILING} grammars wait to be compiled", param)
+    job = compiler.compile_soon(grammar)
+    work = asyncio.wrap_future(job)
     try:
-        work = asyncio.wrap_future(compiler.compile_soon(grammar))
+        await asyncio.wait([work], timeout=COMPILE_TIMEOUT_S)
+        if job.cancel():  # it has not begun: that is not this grammar's fault
+            raise _busy(f"others took the compiler for {COMPILE_TIMEOUT_S:g} s", param)
         await asyncio.wait_for(work, COMPILE_TIMEOUT_S)
     except GrammarError as error:
         raise RequestError(f"{param} cannot be served: {error}", param=param) from error
@@ -192,7 +192,19 @@ async def compiled(grammar: str, compiler: GrammarCompiler | None, param: str) -
         raise RequestError(
             f"{param} takes more than {COMPILE_TIMEOUT_S:g} s to compile: simplify it", param=param
         ) from error
+    finally:
+        work.cancel()  # who asked may have gone
     return grammar
+
+
+def _busy(why: str, param: str) -> RequestError:
+    return RequestError(
+        f"{why}; try again later",
+        status=503,
+        param=param,
+        code="service_unavailable",
+        retry_after_s=COMPILE_TIMEOUT_S,
+    )
 
 
 def read_schema(value: Any, param: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import llguidance
@@ -30,7 +30,6 @@ from tailrace.errors import TailraceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
     from pathlib import Path
 
 MAX_GRAMMAR_BYTES = 64 * 1024
@@ -73,7 +72,9 @@ class GrammarCompiler:
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._fault = ""
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
-        self._lock = threading.Lock()
+        self._compile_lock = threading.Lock()
+        self._keep_lock = threading.Lock()
+        """Held for moments, where `_compile_lock` is held for as long as a grammar takes."""
         self._compiling: ThreadPoolExecutor | None = None
         self._masking: ThreadPoolExecutor | None = None
         self._counting = threading.Lock()
@@ -92,10 +93,18 @@ class GrammarCompiler:
             return  # again, when a grammar comes
 
     def compile_soon(self, text: str) -> Future[Grammar]:
-        """Compile on the thread; the result raises GrammarError as `compile` does."""
+        """Compile on the thread; the result raises GrammarError as `compile` does.
+
+        One that is kept waits for no other.
+        """
         if self._compiling is None:
             self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar")
             self._masking = _started_pool(_MASK_THREADS)
+        found = self.kept(text)
+        if found is not None:
+            done: Future[Grammar] = Future()
+            done.set_result(found)
+            return done
         self._count(1)
         compiling = self._compiling.submit(self.compile, text)
         compiling.add_done_callback(lambda _: self._count(-1))
@@ -117,19 +126,28 @@ class GrammarCompiler:
         size = len(text.encode("utf-8", "replace"))
         if size > MAX_GRAMMAR_BYTES:
             raise GrammarError(f"it has {size} bytes; the limit is {MAX_GRAMMAR_BYTES}")
-        with self._lock:
-            found = self._kept.get(text)
-            if found is not None and not found.is_worn:
-                self._kept.move_to_end(text)
+        with self._compile_lock:
+            found = self.kept(text)
+            if found is not None:
                 return found
             grammar = Grammar(
                 self._matcher(text), lambda: self._fresh(text), self._words, self._masking
             )
-            self._kept[text] = grammar
-            self._kept.move_to_end(text)
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
+            with self._keep_lock:
+                self._kept[text] = grammar
+                self._kept.move_to_end(text)
+                while len(self._kept) > _KEPT:
+                    self._kept.popitem(last=False)
             return grammar
+
+    def kept(self, text: str) -> Grammar | None:
+        """Return a grammar that is compiled already; at once, whatever is being compiled."""
+        with self._keep_lock:
+            found = self._kept.get(text)
+            if found is None or found.is_worn:
+                return None
+            self._kept.move_to_end(text)
+            return found
 
     def close(self) -> None:
         """Let the threads end."""
