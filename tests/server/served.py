@@ -34,6 +34,7 @@ class Served:
             stderr=subprocess.PIPE,
             text=True,
             env=os.environ | {"TEST_MARK": self.mark, "TMPDIR": folder, "NO_COLOR": "1"},
+            start_new_session=True,
         )
         self.lines = []
         self._new_lines = queue.Queue()
@@ -68,6 +69,10 @@ class Served:
         while (line := self._new_lines.get(timeout=DEADLINE_S)) is not None:
             rest.append(line)
         return status, rest
+
+    def signal_group(self, number):
+        """Send a signal to all processes at once, as `kill -- -PGID` and systemd do."""
+        os.killpg(self.process.pid, number)
 
     def family(self):
         """Return the process ids that carry the mark."""

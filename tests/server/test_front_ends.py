@@ -110,9 +110,11 @@ def test_all_write_one_request_log(start, tmp_path):
 
 
 @pytest.mark.e2e
-def test_sigterm_drains_all(server):
+@pytest.mark.parametrize("is_to_group", [False, True], ids=["watcher", "group"])
+def test_sigterm_drains_all(server, is_to_group):
     with streams_on_both(server.url, 3000) as opened:
-        server.process.send_signal(signal.SIGTERM)
+        tell = server.signal_group if is_to_group else server.process.send_signal
+        tell(signal.SIGTERM)
         server.line("draining .*front_ends=2")
         for events, lines in opened:
             events.extend(lines)
@@ -123,11 +125,13 @@ def test_sigterm_drains_all(server):
 
 
 @pytest.mark.e2e
-def test_a_second_sigterm_ends_all_at_once(server):
+@pytest.mark.parametrize("is_to_group", [False, True], ids=["watcher", "group"])
+def test_a_second_sigterm_ends_all_at_once(server, is_to_group):
     with streams_on_both(server.url, CONTEXT_TOKENS - 10) as opened:
-        server.process.send_signal(signal.SIGTERM)
+        tell = server.signal_group if is_to_group else server.process.send_signal
+        tell(signal.SIGTERM)
         server.line("draining .*front_ends=2")
-        server.process.send_signal(signal.SIGTERM)
+        tell(signal.SIGTERM)
         for _, lines in opened:
             with contextlib.suppress(httpx.TransportError):
                 assert "stopping" in "".join(list(lines)[-2:])

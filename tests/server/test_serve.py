@@ -43,6 +43,19 @@ def test_sigterm_lets_the_running_request_finish_and_takes_no_other(start):
 
 
 @pytest.mark.e2e
+def test_sigterm_to_the_whole_process_group_drains_too(start):
+    server = start("--drain-timeout-s", "100")
+    with server.ready() as client, streaming(client, 1000) as (events, lines):
+        server.signal_group(signal.SIGTERM)
+        server.line("draining .*sequences=1")
+        events.extend(lines)
+    assert events[-1] == "data: [DONE]"
+    assert len(events) == 1001
+    assert server.ended()[0] == 0
+    server.assert_nothing_left()
+
+
+@pytest.mark.e2e
 def test_a_second_sigterm_ends_at_once(start):
     server = start("--drain-timeout-s", "1000")
     with server.ready() as client, streaming(client, CONTEXT_TOKENS - 10) as (events, lines):

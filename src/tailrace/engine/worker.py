@@ -288,8 +288,11 @@ class Worker:
 
 def main() -> int:
     """Load, warm up, serve; return the exit status."""
-    # Ctrl-C reaches the whole process group; the parent decides when this process goes.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches the whole process group, and systemd's SIGTERM the whole control group; the
+    # parent, which drains first, decides when this process goes: by a Shutdown, by its pipe's end,
+    # or by a SIGKILL.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     started_s = time.monotonic()
     order = msgspec.json.decode(_first_line(sys.stdin.fileno()), type=LaunchOrder)

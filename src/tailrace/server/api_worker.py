@@ -2,6 +2,11 @@
 
 It serves as a lone front end does, but that it talks to an engine which is not its own, and comes
 and goes as orders say. A SIGTERM of its own drains it; the watcher then starts another.
+
+    signal, signal   drain, at once
+    order,  order    drain, at once
+    signal, order    drain; or the other way round: whoever signals the whole process group, or
+                     systemd all of a control group, has asked once
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,12 +38,31 @@ _TICK_S = 1.0
 _MAX_ORDER_BYTES = 1024 * 1024
 
 
+class StopRequests:
+    """Counts apart who has us stop, by a signal or by an order.
+
+    Args:
+        stop: Set once to have us drain, and again to have us end at once.
+    """
+
+    def __init__(self, stop: asyncio.Event) -> None:
+        self._stop = stop
+        self._asked: Counter[str] = Counter()
+
+    def ask(self, by: str) -> None:
+        """Somebody asks, for the first time or again."""
+        self._asked[by] += 1
+        is_known = self._asked[by] == 1 and len(self._asked) > 1
+        if not is_known:
+            self._stop.set()
+
+
 @dataclass
 class _FrontEnd:
     engine: BorrowedEngine
     services: Services
     bridge: Bridge
-    stop: asyncio.Event
+    requests: StopRequests
 
     async def obey(self, orders: asyncio.StreamReader) -> None:
         """Follow orders until whoever gives them is gone."""
@@ -51,10 +76,14 @@ class _FrontEnd:
                     self.services.family = pids
                     self.services.frontend_restarts = restarts
                 case Drain():
-                    self.stop.set()
-                    await self.engine.release()
+                    self.requests.ask("order")
         log.warning("watcher_died")
         os._exit(1)
+
+    async def release(self, stop: asyncio.Event) -> None:
+        """Once we drain, wait for no other engine."""
+        await stop.wait()
+        await self.engine.release()
 
     async def announce(self) -> None:
         """Say that we serve, once we do."""
@@ -91,9 +120,12 @@ async def _main() -> int:
     listener = serve.bind(config.server.host, start.port, is_shared=True)
     engine = BorrowedEngine(start.identity)
     services, bridge = serve.assemble(config, engine)
-    stop = serve.stop_on_signals(signal.SIGTERM)
-    front_end = _FrontEnd(engine, services, bridge, stop)
-    tasks = [asyncio.create_task(front_end.obey(orders)), asyncio.create_task(front_end.tick())]
+    stop = asyncio.Event()
+    requests = StopRequests(stop)
+    loop.add_signal_handler(signal.SIGTERM, requests.ask, "signal")
+    front_end = _FrontEnd(engine, services, bridge, requests)
+    works = (front_end.obey(orders), front_end.tick(), front_end.release(stop))
+    tasks = [asyncio.create_task(work) for work in works]
     try:
         return await serve.serve_until(stop, services, bridge, listener, front_end.announce())
     except EngineError:

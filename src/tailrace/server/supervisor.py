@@ -102,13 +102,15 @@ class EngineProcess:
         return await self.process.wait()
 
     async def stop(self, grace_s: float) -> None:
-        """Wait for the end that was asked for by message; then insist."""
-        for insist in (self.process.terminate, self.process.kill):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.process.wait(), grace_s)
-                return
-            with contextlib.suppress(ProcessLookupError):
-                insist()
+        """Wait for the end that was asked for by message; then insist.
+
+        By SIGKILL: an engine ignores SIGTERM, which whoever stops the server may send to all of its
+        processes at once.
+        """
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.process.wait(), grace_s)
+            return
+        self.kill()
         await self.process.wait()
 
     def kill(self) -> None:
