@@ -193,11 +193,13 @@ def test_keys_have_the_priorities_and_shares_of_their_classes(start, tmp_path):
         assert_nothing_is_held(client, "sk-bob")
 
 
-def test_a_key_has_no_more_sequences_than_its_class_allows(start, tmp_path):
+@pytest.mark.parametrize("front_ends", ["1", "2"])
+def test_a_key_has_no_more_sequences_than_its_class_allows(start, tmp_path, front_ends):
     settings = tmp_path / "tailrace.toml"
     settings.write_text(CLASSES)
     options = ("--max-batch-size", "8", "--debug-kv", "--config", str(settings))
-    with start(*options).ready() as client, contextlib.ExitStack() as stack:
+    server = start(*options, "--api-workers", front_ends)
+    with server.ready() as client, contextlib.ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(streaming(client, 40_000, "sk-night"))
         refused = asking(client, key="sk-night")
