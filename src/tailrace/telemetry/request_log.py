@@ -179,7 +179,7 @@ class RequestLog:
 
     def _note_drop(self, error: Exception) -> None:
         if self.dropped_total == 0:
-            reason = error.strerror if isinstance(error, OSError) else ascii(error)
+            reason = error.strerror if isinstance(error, OSError) else ascii(error)[:200]
             log.warning("cannot_write", path=str(self._path), error=reason)
         self.dropped_total += 1
 
