@@ -13,8 +13,11 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     StaticCache,
 )
 
@@ -34,6 +37,12 @@ FAMILIES = {
     "llama": LlamaConfig(**SIZES),
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES, head_dim=32),
+    "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "phi3": Phi3Config(**SIZES),
+    "olmo2": Olmo2Config(**SIZES),
+    "qwen3-moe": Qwen3MoeConfig(
+        **SIZES, head_dim=16, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2
+    ),
 }
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter has float32; no GPU serves it.
