@@ -54,13 +54,12 @@ def serve(step_ms: float) -> int:
 
 def work() -> int:
     """Be the engine process: everything but the model."""
-    import numpy as np
     import torch
 
     from tailrace.engine import cuda_runner, setup, worker
     from tailrace.engine.block_manager import BlockManager
     from tailrace.engine.runner import StepResult
-    from tailrace.engine.staging import Staging
+    from tailrace.kernels.triton_kernels import TritonKernels
 
     step_s = float(os.environ["FRONT_END_STEP_MS"]) / 1e3
 
@@ -72,17 +71,18 @@ def work() -> int:
 
         def wait(self) -> StepResult:
             time.sleep(max(0.0, self.done_s - time.monotonic()))
-            return StepResult([500] * self.count, [None] * self.count)
+            return StepResult([500] * self.count, [None] * self.count, device_s=max(step_s, 1e-6))
 
     class Runner(cuda_runner.CudaRunner):
         """Packs the index arrays as on a GPU; runs nothing."""
 
         def __init__(self, model: object, slots: int) -> None:
-            self.model, self.block_size, self.num_slots = model, 8, slots
-            self._width, self._filled, self._capability = 1024, [0] * slots, (9, 0)
-            self._tables = np.zeros((slots, 1024), dtype=np.int32)
-            self._staging = Staging(1 << 20, torch.device("cpu"))
-            self._graphs, self._buckets = {1: None}, cuda_runner.graph_buckets(slots)
+            super().__init__(
+                model, None, TritonKernels(torch.device("cpu"), "float32"), num_blocks=1,
+                block_size=8, num_slots=slots, context_length=8192, token_budget=8192,
+                kv_dtype=torch.float32,
+            )  # fmt: skip
+            self._graphs, self._mixed = {1: None}, []  # decodes alone are captured
             self._free_s = 0.0
 
         def execute(self, prepared: cuda_runner.PreparedDeviceStep) -> Pending:

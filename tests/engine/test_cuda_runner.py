@@ -14,16 +14,12 @@ from tailrace.clock import monotonic
 from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.cuda_runner import (
     CudaRunner,
-    Frame,
     _leading_decodes,
     _no_tiles,
-    fitting_frame,
-    graph_buckets,
-    mixed_frames,
-    padded_sizes,
 )
 from tailrace.engine.device_sampler import DeviceSampler
 from tailrace.engine.engine import Engine
+from tailrace.engine.frames import Frame, mixed_frames, padded_sizes
 from tailrace.engine.runner import Runner
 from tailrace.engine.sampler import Sampler
 from tailrace.engine.scheduler import Scheduler
@@ -252,42 +248,6 @@ def generate_alone(runner):
     scheduler = Scheduler(blocks, max_batch_size=SLOTS, token_budget=BUDGET)
     scheduler.add(Sequence.from_request(make_requests(temperature=0.0)[1], CONTEXT))
     runner.execute(runner.prepare(scheduler.schedule(), blocks))
-
-
-def test_buckets_cover_every_batch_size():
-    for most in (1, 3, 32, 33, 128, 256):
-        sizes = graph_buckets(most)
-        assert sizes == sorted(set(sizes))
-        assert sizes[-1] == most
-
-
-def test_mixed_frames_stay_within_the_budget_and_start_with_the_smallest():
-    frames = mixed_frames(128, 1024, 64)
-    assert all(frame.rows <= 1024 for frame in frames)
-    assert frames[0] == Frame(0, 64, 16, 17)
-    assert {frame.decodes for frame in frames} == {0, 16, 32, 64, 96, 128}
-    full = {frame.decodes: frame.tokens for frame in frames if frame.rows == 1024}
-    assert full == {0: 1024, 16: 1008, 32: 992, 64: 960, 96: 928, 128: 896}
-
-
-def test_a_step_takes_a_frame_that_it_fits_without_much_padding():
-    frames = mixed_frames(128, 8192, 64)
-
-    def rows(decodes, tokens):
-        frame = fitting_frame(frames, decodes=decodes, tokens=tokens, prompts=3)
-        return frame and (frame.decodes, frame.tokens)
-
-    assert rows(0, 8192) == (0, 8192)
-    assert rows(90, 8000) == (96, 8096)
-    assert rows(0, 1) == (0, 64)
-    assert rows(33, 300) == (64, 512)
-    assert rows(0, 1024) is None, "eight times its rows"
-    assert rows(128, 6000) is None
-    assert fitting_frame(frames, decodes=0, tokens=40, prompts=17) is None
-
-
-def test_a_budget_without_room_for_prompts_has_no_frame_of_them():
-    assert {frame.decodes for frame in mixed_frames(64, 64, 64)} == {0, 16, 32}
 
 
 def test_padding_tiles_are_those_of_the_sequence_without_rows():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from tailrace.engine.cuda_runner import graph_buckets, is_out_of_memory, kept_frames, mixed_frames
+from tailrace.engine.cuda_runner import is_out_of_memory
 from tailrace.engine.cuda_setup import MemoryPlan, capture_within_memory
 from tailrace.engine.setup import describe_kv
 from tailrace.errors import ConfigError
@@ -99,18 +99,6 @@ def hidden_by(error: Exception) -> Exception:
 )
 def test_lack_of_memory_is_known_by_its_kind_or_words(error, expected):
     assert is_out_of_memory(error) is expected
-
-
-@pytest.mark.parametrize("slots", [1, 3, 32, 128])
-def test_fewer_frames_still_serve_every_batch(slots):
-    buckets, mixed = graph_buckets(slots), mixed_frames(slots, 1024, 64, paced=True)
-    assert kept_frames(buckets, mixed, 1024, "all") == (buckets, mixed)
-    few, some = kept_frames(buckets, mixed, 1024, "few")
-    assert few[-1] == slots
-    assert set(few) <= set(buckets)
-    assert set(some) < set(mixed)
-    assert {f.decodes for f in some if f.rows == 1024} == {f.decodes for f in mixed}
-    assert kept_frames(buckets, mixed, 1024, "decodes") == (few, [])
 
 
 def test_the_plan_and_the_pool_say_what_they_mean():

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.engine.block_manager import BlockManager
-from tailrace.engine.cuda_runner import mixed_frames
+from tailrace.engine.frames import mixed_frames
 from tailrace.engine.pace import Pace
 from tailrace.engine.scheduler import Scheduler
 from tailrace.engine.step_time import StepLoad, StepTimeModel

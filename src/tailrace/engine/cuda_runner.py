@@ -21,13 +21,15 @@ import threading
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from tailrace.engine import frames
 from tailrace.engine.device_sampler import NO_TOKEN
 from tailrace.engine.early_prompts import EARLY_SLOTS
+from tailrace.engine.frames import Frame
 from tailrace.engine.host_kv import HostKv
 from tailrace.engine.runner import (
     Admission,
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 
     from tailrace.engine.block_manager import BlockManager
     from tailrace.engine.device_sampler import DeviceSampler
+    from tailrace.engine.frames import Detail
     from tailrace.engine.scheduler import Chunk, Step
     from tailrace.engine.step_time import StepLoad
     from tailrace.kernels.kv_scales import KVScales
@@ -57,103 +60,7 @@ if TYPE_CHECKING:
     from tailrace.text.grammar import GrammarState
     from tailrace.types import TokenLogprobs
 
-_SMALL_BUCKETS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32)
-_MIXED_DECODES = (0, 16, 32, 64, 96)
-_MIXED_TOKENS = (64, 128, 256, 512)
-_PACED_TOKENS = (384, 640, 768)
-"""Further sizes where prompts are cut to a time: a cut is rounded down to what is captured."""
-_UNCAPTURED_STEP = 128
-"""Above all those, cuts are multiples of this: such steps take longer to run than to queue."""
-_FEW_TOKENS = (128, 512)
 _NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-_MIXED_PROMPTS = 16
-Detail = Literal["all", "few", "decodes"]
-"""How many sizes of steps are captured."""
-_MOST_PADDED = 1.3
-"""Rows of a large frame, as a multiple of the step's own."""
-
-
-@dataclass(frozen=True)
-class Frame:
-    """The sizes of a step's index arrays; those that are captured are padded up to.
-
-    rows       [d d d . .][a a a b b . . .]      decodes, then prompt tokens; dots are padding
-    sequences  [0 1 2 . .][a b . . .] [none]     a last one without rows, for tiles without work
-    """
-
-    decodes: int
-    """Rows of the decode kernel, one sequence each."""
-    tokens: int = 0
-    """Rows of the prefill kernel."""
-    prompts: int = 0
-    """Sequences that those rows belong to."""
-    tiles: int = 0
-
-    @property
-    def rows(self) -> int:
-        """All rows."""
-        return self.decodes + self.tokens
-
-
-def graph_buckets(max_batch_size: int) -> list[int]:
-    """Return the batch sizes whose decode steps are captured, ascending, to `max_batch_size`."""
-    sizes = [size for size in _SMALL_BUCKETS if size < max_batch_size]
-    sizes += range(40, max_batch_size, 8)
-    return [*sizes, max_batch_size]
-
-
-def mixed_frames(
-    max_batch_size: int, token_budget: int, block_m: int, *, paced: bool = False
-) -> list[Frame]:
-    """Return the frames of steps with prompt tokens, the smallest first.
-
-    Those with few of them, whose kernels would take longer to queue than to run, and those of the
-    whole budget: the scheduler counts decodes as `padded_decodes`, so that full steps fit exactly.
-    Where prompts beside decodes are cut to a time (`paced`), sizes in between as well.
-    """
-    cuts = _PACED_TOKENS if paced else ()
-    sizes = [
-        (rows, tokens)
-        for rows in padded_sizes(max_batch_size)
-        for tokens in (*_MIXED_TOKENS, *(cuts if rows else ()), token_budget - rows)
-        if 0 < tokens <= token_budget - rows
-    ]
-    return [
-        Frame(rows, tokens, _MIXED_PROMPTS, -(-tokens // block_m) + _MIXED_PROMPTS)
-        for rows, tokens in sorted(set(sizes), key=lambda size: (sum(size), size))
-    ]
-
-
-def fitting_frame(
-    frames: Sequence[Frame], *, decodes: int, tokens: int, prompts: int
-) -> Frame | None:
-    """Return the first of `frames` that a step fits, or None: that much padding would cost more.
-
-    A small step runs faster than its kernels are queued, so any padding pays; a large one does not.
-    """
-    frame = next(
-        (f for f in frames if f.decodes >= decodes and f.tokens >= tokens and f.prompts >= prompts),
-        None,
-    )
-    if frame is None or frame.tokens <= _MIXED_TOKENS[-1]:
-        return frame
-    return frame if frame.rows <= _MOST_PADDED * (decodes + tokens) else None
-
-
-def kept_frames(
-    buckets: list[int], mixed: list[Frame], token_budget: int, detail: Detail
-) -> tuple[list[int], list[Frame]]:
-    """Return which decode batches and mixed frames to capture where memory allows no more.
-
-    "few" keeps, of what "all" has, every other batch size, and the mixed frames of 128 and 512
-    prompt tokens and of the whole budget; "decodes" keeps those batch sizes alone.
-    """
-    if detail == "all":
-        return buckets, mixed
-    fewer = sorted({*buckets[::2], buckets[-1]})
-    if detail == "decodes":
-        return fewer, []
-    return fewer, [f for f in mixed if f.tokens in _FEW_TOKENS or f.rows == token_budget]
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -169,11 +76,6 @@ def is_out_of_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def padded_sizes(max_batch_size: int) -> list[int]:
-    """Return the numbers of decode rows that mixed frames have, ascending."""
-    return [*(size for size in _MIXED_DECODES if size < max_batch_size), max_batch_size]
 
 
 @dataclass(frozen=True)
@@ -331,11 +233,11 @@ class CudaRunner:
         self._host: HostKv | None = None
         self._graphs: dict[Frame, torch.cuda.CUDAGraph] = {}
         self._graph_outputs: dict[Frame, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._buckets = graph_buckets(num_slots)
+        self._buckets = frames.graph_buckets(num_slots)
         self._prefill_shape = partial(kernels.prefill_shape, config.head_dim)
         self._shape = self._prefill_shape(context_length)
-        self._mixed = mixed_frames(num_slots, token_budget, self._shape.block_m, paced=paced)
-        self._padded_sizes = padded_sizes(num_slots)
+        self._mixed = frames.mixed_frames(num_slots, token_budget, self._shape.block_m, paced=paced)
+        self._padded_sizes = frames.padded_sizes(num_slots)
         self._pool: Any = None  # torch names the type of its handle only to itself
 
     @property
@@ -363,10 +265,7 @@ class CudaRunner:
     def whole_prompts(self, decodes: int, tokens: int) -> int:
         """Return the most prompt tokens, up to those given, that need no padding beside decodes."""
         rows = self.padded_decodes(decodes)
-        sizes = [f.tokens for f in self._mixed if f.decodes == rows and f.tokens <= tokens]
-        if tokens >= max(_PACED_TOKENS) + _UNCAPTURED_STEP:
-            sizes.append(tokens - tokens % _UNCAPTURED_STEP)
-        return max(sizes, default=tokens)
+        return frames.whole_prompts(self._mixed, rows, tokens)
 
     def computed(self, step: Step) -> StepLoad:
         """Return what a step computes: prompts beside decodes, and both padded to a frame."""
@@ -431,7 +330,7 @@ class CudaRunner:
         tokens, prompts = num_tokens - decodes, len(chunks) - decodes
         if not tokens:
             return Frame(next(size for size in self._buckets if size >= decodes))
-        return fitting_frame(self._mixed, decodes=decodes, tokens=tokens, prompts=prompts)
+        return frames.fitting_frame(self._mixed, decodes=decodes, tokens=tokens, prompts=prompts)
 
     def _extend_tables(self, chunks: Sequence[Chunk], blocks: BlockManager) -> None:
         """Copy the block ids that are new since a slot's last step."""
@@ -641,13 +540,13 @@ class CudaRunner:
             RuntimeError: The device has no memory for them (`is_out_of_memory`); the runner is
                 of no further use.
         """
-        self._buckets, self._mixed = kept_frames(
+        self._buckets, self._mixed = frames.kept_frames(
             self._buckets, self._mixed, self._token_budget, detail
         )
         if not self._mixed:  # nothing to pad decodes for
             self._padded_sizes = list(range(self.num_slots + 1))
-        frames = [*map(Frame, self._buckets), *self._mixed]
-        for frame in sorted(frames, key=lambda frame: frame.rows, reverse=True):
+        chosen = [*map(Frame, self._buckets), *self._mixed]
+        for frame in sorted(chosen, key=lambda frame: frame.rows, reverse=True):
             packed = self._staging.pack(self._arrays([], 0, frame, _no_tiles(frame)))
             arrays = self._staging.send(packed)
             batch = DeviceBatch(

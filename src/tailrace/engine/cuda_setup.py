@@ -14,15 +14,12 @@ import torch
 from tailrace.engine.cuda_plan import cuda_timer, measure_whole, settle
 from tailrace.engine.cuda_runner import (
     CudaRunner,
-    Detail,
-    Frame,
     allocate_kv,
-    graph_buckets,
     is_out_of_memory,
     kv_bytes_per_token,
-    mixed_frames,
 )
 from tailrace.engine.device_sampler import DeviceSampler
+from tailrace.engine.frames import Detail, Frame, graph_buckets, mixed_frames
 from tailrace.engine.host_kv import STAGING_BYTES
 from tailrace.engine.kv_calibration import find_scales
 from tailrace.engine.setup import describe_kv

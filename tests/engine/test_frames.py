@@ -1,0 +1,61 @@
+"""The sizes of steps that are captured."""
+
+from __future__ import annotations
+
+import pytest
+
+from tailrace.engine.frames import (
+    Frame,
+    fitting_frame,
+    graph_buckets,
+    kept_frames,
+    mixed_frames,
+)
+
+
+def test_buckets_cover_every_batch_size():
+    for most in (1, 3, 32, 33, 128, 256):
+        sizes = graph_buckets(most)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == most
+
+
+def test_mixed_frames_stay_within_the_budget_and_start_with_the_smallest():
+    frames = mixed_frames(128, 1024, 64)
+    assert all(frame.rows <= 1024 for frame in frames)
+    assert frames[0] == Frame(0, 64, 16, 17)
+    assert {frame.decodes for frame in frames} == {0, 16, 32, 64, 96, 128}
+    full = {frame.decodes: frame.tokens for frame in frames if frame.rows == 1024}
+    assert full == {0: 1024, 16: 1008, 32: 992, 64: 960, 96: 928, 128: 896}
+
+
+def test_a_step_takes_a_frame_that_it_fits_without_much_padding():
+    frames = mixed_frames(128, 8192, 64)
+
+    def rows(decodes, tokens):
+        frame = fitting_frame(frames, decodes=decodes, tokens=tokens, prompts=3)
+        return frame and (frame.decodes, frame.tokens)
+
+    assert rows(0, 8192) == (0, 8192)
+    assert rows(90, 8000) == (96, 8096)
+    assert rows(0, 1) == (0, 64)
+    assert rows(33, 300) == (64, 512)
+    assert rows(0, 1024) is None, "eight times its rows"
+    assert rows(128, 6000) is None
+    assert fitting_frame(frames, decodes=0, tokens=40, prompts=17) is None
+
+
+def test_a_budget_without_room_for_prompts_has_no_frame_of_them():
+    assert {frame.decodes for frame in mixed_frames(64, 64, 64)} == {0, 16, 32}
+
+
+@pytest.mark.parametrize("slots", [1, 3, 32, 128])
+def test_fewer_frames_still_serve_every_batch(slots):
+    buckets, mixed = graph_buckets(slots), mixed_frames(slots, 1024, 64, paced=True)
+    assert kept_frames(buckets, mixed, 1024, "all") == (buckets, mixed)
+    few, some = kept_frames(buckets, mixed, 1024, "few")
+    assert few[-1] == slots
+    assert set(few) <= set(buckets)
+    assert set(some) < set(mixed)
+    assert {f.decodes for f in some if f.rows == 1024} == {f.decodes for f in mixed}
+    assert kept_frames(buckets, mixed, 1024, "decodes") == (few, [])
