@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
     import uvicorn
 
+    from tailrace.server.engine_client import LastWord
     from tailrace.types import EngineRequest
 
 STEP_S = 0.02
@@ -147,9 +148,11 @@ class MockEngine:
         self.streams[request.request_id] = self.by_number[number] = stream
         return queue
 
-    def abort(self, request_ids: Iterable[str]) -> None:
+    def abort(self, request_ids: Iterable[str], on_last: LastWord | None = None) -> None:
         for request_id in request_ids:
             self.streams.pop(request_id, None)
+            if on_last is not None:
+                on_last(request_id, None)
 
     def put_all(self) -> None:
         """Give every stream its next token."""
