@@ -97,11 +97,11 @@ def load_device(index: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def measure_plan(config: EngineConfig, folder: Path, out: Path | None) -> tuple[Plan, Path]:
-    """Measure a model's whole plan on its GPU and write it; without `out` to where auto looks.
+def load_weights(config: EngineConfig, folder: Path) -> tuple[TritonKernels, CausalLM]:
+    """Take the GPU and load the model onto it.
 
     Raises:
-        ConfigError: The device is missing, there is nothing to choose, or the plan there is pinned.
+        ConfigError: The device is missing.
         ModelError: The checkpoint cannot be served.
     """
     device = load_device(config.gpus[0])
@@ -115,8 +115,19 @@ def measure_plan(config: EngineConfig, folder: Path, out: Path | None) -> tuple[
         quant_type=config.quant_type,
         seed=config.seed,
     )
+    return kernels, model
+
+
+def measure_plan(config: EngineConfig, folder: Path, out: Path | None) -> tuple[Plan, Path]:
+    """Measure a model's whole plan on its GPU and write it; without `out` to where auto looks.
+
+    Raises:
+        ConfigError: The device is missing, there is nothing to choose, or the plan there is pinned.
+        ModelError: The checkpoint cannot be served.
+    """
+    kernels, model = load_weights(config, folder)
     longest = config.context_length or model.config.max_position
-    return measure_whole(kernels, model, longest, out, cuda_timer(device))
+    return measure_whole(kernels, model, longest, out, cuda_timer(kernels.device))
 
 
 def load_runner(
@@ -131,24 +142,14 @@ def load_runner(
         ConfigError: The device is missing, or its memory does not hold what was asked for.
         ModelError: The checkpoint cannot be served.
     """
-    device = load_device(config.gpus[0])
-    dtype = "bfloat16" if config.dtype == "auto" else config.dtype
-    kernels = TritonKernels(device, dtype)  # type: ignore[arg-type]  # checked by the config
-    model = load_model(
-        folder,
-        dtype=dtype,
-        kernels=kernels,
-        load_format=config.load_format,
-        quant_type=config.quant_type,
-        seed=config.seed,
-    )
+    kernels, model = load_weights(config, folder)
     log.info("weights_loaded", held=describe_weights(model))
     sampler = DeviceSampler(
         config.max_batch_size,
         model.config.vocab_size,
         model.config.eos_token_ids,
         config.seed,
-        device=device,
+        device=kernels.device,
     )
     context = config.context_length or model.config.max_position
     if context > model.config.max_position:
@@ -156,7 +157,7 @@ def load_runner(
             f"--context-length {context}: the model holds {model.config.max_position} tokens"
         )
     if config.plan != "off":
-        timer = cuda_timer(device)
+        timer = cuda_timer(kernels.device)
         settle(
             config.plan,
             kernels,
@@ -198,7 +199,7 @@ def load_runner(
     log.info("kv_pool", holds=pool)
     kv_words = "" if found is None else f"KV in float8, scales {found.describe()}; "
     words = (
-        f"{torch.cuda.get_device_name(device)} ({kernels.name} kernels; {kv_words}"
+        f"{torch.cuda.get_device_name(kernels.device)} ({kernels.name} kernels; {kv_words}"
         f"{plan.describe()})"
     )
     return runner, length, num_blocks, words

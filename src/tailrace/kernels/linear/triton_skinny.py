@@ -19,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tailrace.kernels.linear.workspace import SplitScratch
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -127,14 +129,8 @@ def skinny_kernel(
     tl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=is_place)
 
 
-@dataclass(frozen=True)
-class SkinnyScratch:
-    """Where the parts of split sums meet; one serves all layers of a stream."""
-
-    parts: Tensor
-    """float32 [splits x rows x outputs, the most that any layer needs]."""
-    arrivals: Tensor
-    """int32 [tiles], zero between launches."""
+class SkinnyScratch(SplitScratch):
+    """Scratch whose size is known before any layer is; one serves all layers of a stream."""
 
     @classmethod
     def allocate(
