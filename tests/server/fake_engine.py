@@ -266,3 +266,21 @@ def scored(token_id: int, top: int) -> TokenLogprobs:
     return TokenLogprobs(
         token_id, -0.25, 1, top_ids, [-0.25 - offset for offset in range(len(top_ids))]
     )
+
+
+def prompt_of(text: str) -> str:
+    """Return what the tiny template makes of one user's message."""
+    return f"user\n{text}\nassistant\n"
+
+
+def usual_scripts() -> dict[str, Script]:
+    """Return answers, and failures, by prompt: the same for every dialect."""
+    return {
+        prompt_of("Hi"): Script("Hello, wörld", cached_tokens=3),
+        prompt_of("silence"): Script(""),
+        prompt_of("broken"): Script("abc", error_after=1),
+        prompt_of("broken at once"): Script("abc", error_after=0),
+        "system\nBe brief.\nuser\nHi\nassistant\n": Script("Hey"),
+        "user\nHi\nassistant\nI am": Script(" well"),
+        **{prompt_of(f"prompt {i}"): Script(f"answer {i} " * 5) for i in range(8)},
+    }

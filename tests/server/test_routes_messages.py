@@ -7,16 +7,11 @@ import anthropic
 import pytest
 
 from tailrace.config import Config, EngineConfig, ServerConfig
-from tests.server.fake_engine import Script
+from tests.server.fake_engine import Script, usual_scripts
 from tests.server.running_app import running_app
 
 HI = [{"role": "user", "content": "Hi"}]
-CHAT_PROMPT = "user\nHi\nassistant\n"
 ASKED = {"model": "tiny", "max_tokens": 64, "messages": HI}
-
-
-def prompt_of(text):
-    return f"user\n{text}\nassistant\n"
 
 
 def asked(text, **fields):
@@ -25,16 +20,7 @@ def asked(text, **fields):
 
 @pytest.fixture(scope="module")
 def app(tiny_folder):
-    scripts = {
-        CHAT_PROMPT: Script("Hello, wörld", cached_tokens=3),
-        prompt_of("silence"): Script(""),
-        prompt_of("broken"): Script("abc", error_after=1),
-        prompt_of("broken at once"): Script("abc", error_after=0),
-        "system\nBe brief.\nuser\nHi\nassistant\n": Script("Hey"),
-        "user\nHi\nassistant\nI am": Script(" well"),
-        **{prompt_of(f"prompt {i}"): Script(f"answer {i} " * 5) for i in range(8)},
-    }
-    with running_app(tiny_folder, scripts) as app:
+    with running_app(tiny_folder, usual_scripts()) as app:
         yield app
 
 
