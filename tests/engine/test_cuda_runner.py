@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import warnings
 from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -270,3 +272,49 @@ def test_padding_never_takes_more_than_half_of_the_prompts_budget(folder):
     assert [runner.padded_decodes(n) for n in range(5)] == [0, 4, 4, 4, 4]
     runner._token_budget = 4
     assert [runner.padded_decodes(n) for n in range(5)] == [0, 1, 2, 3, 4]
+
+
+@pytest.fixture
+def device_of_graphs(monkeypatch):
+    """Let a CPU capture, which reads no array: they all lie in one place."""
+    monkeypatch.setattr("tailrace.engine.cuda_runner.quietly", nullcontext)
+    monkeypatch.setattr("tailrace.engine.cuda_runner.captured", lambda run, *_: (run, run()))
+    monkeypatch.setattr(CudaRunner, "_sample_rows", lambda *_: (torch.zeros(1), torch.zeros(1)))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: "stream")
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+
+
+def test_before_a_capture_runs_one_layer_of_each_kind_and_graphs_hold_all(
+    folder, device_of_graphs, monkeypatch
+):
+    """The first layer, with nothing to add, is a kind of its own."""
+    model = load_model(folder, dtype="float32", kernels=TritonKernels(CPU, "float32"))
+    (layer,) = model.layers
+    deep = replace(model, layers=[layer] * 4)
+    assert [kept for _, kept in (model.shallow(), deep.shallow())] == [[0], [0, 1]]
+    depths = []
+
+    def forward(self, ids, batch, caches, scales=None):
+        depths.append((len(self.layers), len(caches), batch.num_decodes))
+        return torch.zeros(len(ids), self.config.hidden_size)
+
+    monkeypatch.setattr(type(model), "forward", forward)
+    runner = gpu_runner(folder, CudaRunner)
+    runner.model = replace(deep, config=replace(model.config, num_layers=4))
+    runner.kv_caches = runner.kv_caches * 4
+    runner.capture()
+    frames = sorted(runner._graphs, key=lambda frame: frame.rows, reverse=True)
+    assert list(runner._graphs) == frames  # the largest first
+    assert len(frames) > 3
+    expected = [(layers, layers, frame.decodes) for layers in (2, 4) for frame in frames]
+    assert depths == expected
+
+
+def test_layers_that_differ_are_kinds_of_their_own(folder):
+    model = load_model(folder, dtype="float32", kernels=TritonKernels(CPU, "float32"))
+    (layer,) = model.layers
+    other = replace(layer, attention=replace(layer.attention, q_norm=None))
+    layers = [layer, layer, other, layer, other]
+    shallow, kept = replace(model, layers=layers).shallow()
+    assert kept == [0, 1, 2]
+    assert [id(layer) for layer in shallow.layers] == [id(layers[index]) for index in kept]

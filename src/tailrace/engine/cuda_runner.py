@@ -21,7 +21,7 @@ import threading
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from tailrace.engine import frames
 from tailrace.engine.device_sampler import NO_TOKEN
 from tailrace.engine.early_prompts import EARLY_SLOTS
 from tailrace.engine.frames import Frame
+from tailrace.engine.graph_capture import captured, quietly
 from tailrace.engine.host_kv import HostKv
 from tailrace.engine.runner import (
     Admission,
@@ -46,7 +47,7 @@ from tailrace.kernels.paged_attention.device_batch import DeviceBatch, cut_tiles
 from tailrace.kernels.sampling.rows import NOT_FINITE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tailrace.engine.block_manager import BlockManager
     from tailrace.engine.device_sampler import DeviceSampler
@@ -238,7 +239,6 @@ class CudaRunner:
         self._shape = self._prefill_shape(context_length)
         self._mixed = frames.mixed_frames(num_slots, token_budget, self._shape.block_m, paced=paced)
         self._padded_sizes = frames.padded_sizes(num_slots)
-        self._pool: Any = None  # torch names the type of its handle only to itself
 
     @property
     def unit_bytes(self) -> int:
@@ -546,35 +546,46 @@ class CudaRunner:
         if not self._mixed:  # nothing to pad decodes for
             self._padded_sizes = list(range(self.num_slots + 1))
         chosen = [*map(Frame, self._buckets), *self._mixed]
-        for frame in sorted(chosen, key=lambda frame: frame.rows, reverse=True):
-            packed = self._staging.pack(self._arrays([], 0, frame, _no_tiles(frame)))
-            arrays = self._staging.send(packed)
-            batch = DeviceBatch(
-                query_starts=arrays["query_starts"],
-                kv_lens=arrays["kv_lens"],
-                block_tables=arrays["tables"],
-                positions=arrays["positions"],
-                slots=arrays["slots"],
-                max_query_len=max(frame.tokens, 1),
-                max_kv_len=self._width * self.block_size,
-                num_decodes=frame.decodes,
-                tiles=arrays["tiles"],
-                shape=self._shape,
-            )
+        chosen.sort(key=lambda frame: frame.rows, reverse=True)
+        runs = [self._warmed(frame) for frame in chosen]
+        stream, pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        with quietly():
+            for frame, run in zip(chosen, runs, strict=True):
+                self._graphs[frame], self._graph_outputs[frame] = captured(run, stream, pool)
 
-            def run(
-                arrays: dict[str, torch.Tensor] = arrays, batch: DeviceBatch = batch
-            ) -> tuple[torch.Tensor, torch.Tensor]:
-                hidden = self._hidden(arrays, batch)
-                return self._sample_rows(hidden, arrays["sample_rows"], arrays["sample_slots"])
+    def _warmed(self, frame: Frame) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        """Run a frame with one layer of each kind, and return what runs all of them.
 
-            run()  # compiles, and chooses cuBLAS's algorithms, outside the capture
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                outputs = run()
-            self._pool = graph.pool()
-            self._graphs[frame], self._graph_outputs[frame] = graph, outputs
+        The run compiles, loads kernels and chooses cuBLAS's algorithms, none of which a capture
+        may do. Further layers of a kind would only do again what is done.
+        """
+        packed = self._staging.pack(self._arrays([], 0, frame, _no_tiles(frame)))
+        arrays = self._staging.send(packed)
+        batch = DeviceBatch(
+            query_starts=arrays["query_starts"],
+            kv_lens=arrays["kv_lens"],
+            block_tables=arrays["tables"],
+            positions=arrays["positions"],
+            slots=arrays["slots"],
+            max_query_len=max(frame.tokens, 1),
+            max_kv_len=self._width * self.block_size,
+            num_decodes=frame.decodes,
+            tiles=arrays["tiles"],
+            shape=self._shape,
+        )
+        model, layers = self.model.shallow()
+        scales = None if self.kv_scales is None else [self.kv_scales[index] for index in layers]
+        caches = [self.kv_caches[index] for index in layers]
+        hidden = model.forward(self._input_ids(arrays), batch, caches, scales)
+        self._sample_rows(hidden, arrays["sample_rows"], arrays["sample_slots"])
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the arrays are overwritten by the next frame's
+
+        def run() -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = self._hidden(arrays, batch)
+            return self._sample_rows(hidden, arrays["sample_rows"], arrays["sample_slots"])
+
+        return run
 
 
 def allocate_kv(

@@ -23,6 +23,7 @@ from tailrace.engine.frames import Detail, Frame, graph_buckets, mixed_frames
 from tailrace.engine.host_kv import STAGING_BYTES
 from tailrace.engine.kv_calibration import find_scales
 from tailrace.engine.setup import describe_kv
+from tailrace.engine.start_times import StartTimes
 from tailrace.errors import ConfigError
 from tailrace.kernels.attention_shapes import FLOAT8_CAPABILITY, decode_shape
 from tailrace.kernels.linear.float8 import FLOAT8
@@ -97,14 +98,19 @@ def load_device(index: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def load_weights(config: EngineConfig, folder: Path) -> tuple[TritonKernels, CausalLM]:
+def load_weights(
+    config: EngineConfig, folder: Path, times: StartTimes | None = None
+) -> tuple[TritonKernels, CausalLM]:
     """Take the GPU and load the model onto it.
 
     Raises:
         ConfigError: The device is missing.
         ModelError: The checkpoint cannot be served.
     """
+    times = times or StartTimes()
     device = load_device(config.gpus[0])
+    torch.cuda.synchronize(device)  # makes CUDA's context, for whose seconds weights cannot help
+    times.mark("device")
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
     kernels = TritonKernels(device, dtype)  # type: ignore[arg-type]  # checked by the config
     model = load_model(
@@ -115,6 +121,8 @@ def load_weights(config: EngineConfig, folder: Path) -> tuple[TritonKernels, Cau
         quant_type=config.quant_type,
         seed=config.seed,
     )
+    torch.cuda.synchronize(device)
+    times.mark("weights")
     return kernels, model
 
 
@@ -131,7 +139,7 @@ def measure_plan(config: EngineConfig, folder: Path, out: Path | None) -> tuple[
 
 
 def load_runner(
-    config: EngineConfig, folder: Path, token_budget: int
+    config: EngineConfig, folder: Path, token_budget: int, times: StartTimes | None = None
 ) -> tuple[CudaRunner, int, int, str]:
     """Load the model, size the KV pool, capture graphs; runs on the runner's thread.
 
@@ -142,7 +150,8 @@ def load_runner(
         ConfigError: The device is missing, or its memory does not hold what was asked for.
         ModelError: The checkpoint cannot be served.
     """
-    kernels, model = load_weights(config, folder)
+    times = times or StartTimes()
+    kernels, model = load_weights(config, folder, times)
     log.info("weights_loaded", held=describe_weights(model))
     sampler = DeviceSampler(
         config.max_batch_size,
@@ -167,6 +176,7 @@ def load_runner(
             kv_is_float8=config.kv_is_float8,
         )
         del timer  # and its memory, before what is left is counted
+        times.mark("plan")
     kv_dtype = kv_dtype_of(config, kernels)
     found = None
     if kv_dtype == FLOAT8:
@@ -174,6 +184,7 @@ def load_runner(
         log.info("kv_scales", source=found.source, scales=found.listed())
     plan = plan_memory(config, model, kernels, token_budget, context)
     log.info("gpu_memory", plan=plan.describe())
+    times.mark("largest step")
     token_bytes = kv_bytes_per_token(model, kv_dtype)
 
     def make(kv_share: float) -> tuple[CudaRunner, int, int]:
@@ -195,6 +206,7 @@ def load_runner(
         return runner, length, num_blocks
 
     runner, length, num_blocks = capture_within_memory(make, is_fixed=config.kv_cache_tokens > 0)
+    times.mark("capture")
     pool = describe_kv(num_blocks * config.kv_unit_tokens, length, token_bytes)
     log.info("kv_pool", holds=pool)
     kv_words = "" if found is None else f"KV in float8, scales {found.describe()}; "

@@ -17,9 +17,11 @@ from tailrace.engine.gate import Gate
 from tailrace.engine.late_binding import LateBinding
 from tailrace.engine.pace import LEAST_SHARE, Pace
 from tailrace.engine.scheduler import Scheduler
+from tailrace.engine.start_times import StartTimes
 from tailrace.engine.step_probes import ProbeRun, choose
 from tailrace.engine.step_time import StepTimeModel
 from tailrace.errors import ConfigError, EngineError
+from tailrace.models.config import load_config
 from tailrace.text.grammar import GrammarCompiler
 from tailrace.types import EngineReady, EngineRequest, SamplingParams, attended
 
@@ -95,21 +97,35 @@ def resolve(config: EngineConfig) -> Path:
     return gguf.resolve(config.model_path)
 
 
-def load(config: EngineConfig, folder: Path) -> Loaded:
+def load(
+    config: EngineConfig,
+    folder: Path,
+    *,
+    times: StartTimes | None = None,
+    grammars: Future[GrammarCompiler] | None = None,
+) -> Loaded:
     """Load the model and allocate the KV pool; runs on the runner's thread.
+
+    Args:
+        config: The settings.
+        folder: Of the checkpoint.
+        times: Where the phases are marked.
+        grammars: What `load_grammars` brings on another thread; None: it is called here.
 
     Raises:
         ConfigError: The KV pool cannot hold the context asked for.
         ModelError: The checkpoint cannot be served.
     """
+    times = times or StartTimes()
     if config.gpus:
-        return _load_on_gpu(config, folder)
+        return _load_on_gpu(config, folder, times, grammars)
     # torch comes with these, and is imported on this thread; see `pin_threads`.
     from tailrace.engine.runner import Runner, kv_bytes_per_token  # noqa: PLC0415
     from tailrace.engine.sampler import Sampler  # noqa: PLC0415
     from tailrace.kernels.select import select  # noqa: PLC0415
     from tailrace.models.loader import describe_weights, load_model  # noqa: PLC0415
 
+    times.mark("import")
     threads = thread_count(config.threads)
     kernels = select(config.cpu_kernels, threads)
     dtype = "float16" if config.dtype == "auto" else config.dtype
@@ -121,6 +137,7 @@ def load(config: EngineConfig, folder: Path) -> Loaded:
         quant_type=config.quant_type,
         seed=config.seed,
     )
+    times.mark("weights")
     context, num_blocks = size_kv(config, model.config.max_position, kv_bytes_per_token(model))
     pool = describe_kv(num_blocks * config.kv_unit_tokens, context, kv_bytes_per_token(model))
     log.info("kv_pool", holds=pool, kv_cache_gib=config.kv_cache_gib)
@@ -135,6 +152,8 @@ def load(config: EngineConfig, folder: Path) -> Loaded:
         num_slots=config.max_batch_size,
     )
     host = take_host_memory(config, runner, config.kv_unit_tokens * kv_bytes_per_token(model))
+    times.mark("memory")
+    compiler = _waited_for(grammars, folder, times)
     return Loaded(
         model=model,
         runner=runner,
@@ -142,16 +161,24 @@ def load(config: EngineConfig, folder: Path) -> Loaded:
         context_length=context,
         host=host,
         device=f"cpu ({threads} threads, {kernels.name} kernels, {describe_weights(model)})",
-        grammars=_load_grammars(folder, model),
+        grammars=compiler,
     )
 
 
-def _load_on_gpu(config: EngineConfig, folder: Path) -> Loaded:
+def _load_on_gpu(
+    config: EngineConfig,
+    folder: Path,
+    times: StartTimes,
+    grammars: Future[GrammarCompiler] | None,
+) -> Loaded:
     # Triton is imported with these: a CPU build of torch has none.
     from tailrace.engine.cuda_setup import load_runner  # noqa: PLC0415
 
-    runner, context, num_blocks, device = load_runner(config, folder, token_budget(config))
+    times.mark("import")
+    runner, context, num_blocks, device = load_runner(config, folder, token_budget(config), times)
     host = take_host_memory(config, runner, runner.unit_bytes)
+    times.mark("memory")
+    compiler = _waited_for(grammars, folder, times)
     return Loaded(
         model=runner.model,
         runner=runner,
@@ -159,7 +186,7 @@ def _load_on_gpu(config: EngineConfig, folder: Path) -> Loaded:
         blocks=make_blocks(config, num_blocks, prefix_cache=config.prefix_cache, host=host),
         context_length=context,
         device=device,
-        grammars=_load_grammars(folder, runner.model),
+        grammars=compiler,
     )
 
 
@@ -172,11 +199,24 @@ def describe_kv(num_tokens: int, context: int, bytes_per_token: int) -> str:
     )
 
 
-def _load_grammars(folder: Path, model: CausalLM) -> GrammarCompiler:
-    config = model.config
+def load_grammars(folder: Path) -> GrammarCompiler:
+    """Read the tokenizer for grammars; neither torch nor the model is needed.
+
+    Raises:
+        ModelError: The folder's config.json cannot be used.
+    """
+    config = load_config(folder)
     grammars = GrammarCompiler(folder, config.vocab_size, config.eos_token_ids)
     grammars.load()
     return grammars
+
+
+def _waited_for(
+    grammars: Future[GrammarCompiler] | None, folder: Path, times: StartTimes
+) -> GrammarCompiler:
+    compiler = load_grammars(folder) if grammars is None else grammars.result()
+    times.mark("tokenizer")
+    return compiler
 
 
 class KeepsOnHost(Protocol):
@@ -333,7 +373,12 @@ def _pace(config: EngineConfig, loaded: Loaded) -> Pace | None:
     )
 
 
-def warm_up(config: EngineConfig, loaded: Loaded, submit: Callable[..., Future[Any]]) -> float:
+def warm_up(
+    config: EngineConfig,
+    loaded: Loaded,
+    submit: Callable[..., Future[Any]],
+    times: StartTimes | None = None,
+) -> float:
     """Run a few short requests through the real path, then time steps; return the seconds it took.
 
     They go through an engine of their own, so that no counter and no cache entry of theirs stays.
@@ -342,6 +387,7 @@ def warm_up(config: EngineConfig, loaded: Loaded, submit: Callable[..., Future[A
     Raises:
         EngineError: A warm-up request failed, so no client's would succeed.
     """
+    times = times or StartTimes()
     started_s = time.monotonic()
     blocks = make_blocks(config, loaded.blocks.num_units, prefix_cache=False)
     engine = make_engine(config, replace(loaded, blocks=blocks), submit)
@@ -364,7 +410,9 @@ def warm_up(config: EngineConfig, loaded: Loaded, submit: Callable[..., Future[A
         for output in engine.step():
             if output.finish_reason == "error":
                 raise EngineError(f"warm-up failed: {output.error}")
+    times.mark("warm-up")
     fit_step_time(config, loaded, submit)
+    times.mark("probes")
     return time.monotonic() - started_s
 
 

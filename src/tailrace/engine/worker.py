@@ -331,19 +331,28 @@ def _build(
 ) -> Engine:
     # torch is imported only here, so that a bad order line fails before seconds of imports.
     from tailrace.engine import setup  # noqa: PLC0415
+    from tailrace.engine.start_times import StartTimes  # noqa: PLC0415
 
+    times = StartTimes(begun_s=started_s)
     setup.pin_threads(config.threads)
     folder = executor.submit(setup.resolve, config).result()
     mailbox.receive()
     mailbox.announce(ModelResolved(str(folder)))
-    loaded = executor.submit(setup.load, config, folder).result()
+    times.mark("checkpoint")
+    # From this thread, whose cores are all of the process's: the runner's own is bound to one.
+    with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
+        grammars = beside.submit(setup.load_grammars, folder)
+        loading = executor.submit(setup.load, config, folder, times=times, grammars=grammars)
+        loaded = loading.result()
     load_s = time.monotonic() - started_s
-    warmup_s = setup.warm_up(config, loaded, executor.submit) if config.warmup else 0.0
+    warmup_s = setup.warm_up(config, loaded, executor.submit, times) if config.warmup else 0.0
     engine = setup.make_engine(config, loaded, executor.submit)
     # What is here stays for good. A full collection over it (torch's modules above all) takes
     # 77 ms, in the middle of a step; without it, nothing.
     gc.collect()
     gc.freeze()
+    times.mark("rest")
+    log.info("start", phases=times.describe())
     mailbox.receive()
     mailbox.announce(setup.ready(config, loaded, engine, load_s, warmup_s))
     return engine

@@ -56,6 +56,14 @@ class CausalLM(Protocol):
         """
         ...
 
+    def shallow(self) -> tuple[CausalLM, list[int]]:
+        """Return the model with one layer of each kind, and which of its layers those are.
+
+        Layers of a kind are computed in the same way, by the same kernels at the same sizes: what
+        this has compiled is compiled for all.
+        """
+        ...
+
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """Return float32 [R, vocabulary] for the rows that are to be sampled."""
         ...

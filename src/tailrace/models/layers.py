@@ -27,7 +27,7 @@ product and its last layer: where that one multiplies in FP8, rows are rounded a
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -147,6 +147,15 @@ class Decoder:
             return kernels.rms_norm(residual_TH, self.final_norm, eps)
         return kernels.add_rms_norm(x_TH, residual_TH, self.final_norm, eps)
 
+    def shallow(self) -> tuple[Decoder, list[int]]:
+        """Return the model with one layer of each kind; see `CausalLM.shallow`."""
+        first: dict[object, int] = {}
+        for index, layer in enumerate(self.layers):
+            # The first one's norm has nothing to add, which is another kernel.
+            first.setdefault((index == 0, _kind(layer)), index)
+        indices = list(first.values())
+        return replace(self, layers=[self.layers[index] for index in indices]), indices
+
     @torch.inference_mode()
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """Return float32 [R, V]."""
@@ -174,6 +183,15 @@ class Decoder:
             attention, mlp = layer.attention, layer.mlp
             linears += (attention.qkv, attention.out, mlp.gate_up, mlp.down)
         return linears
+
+
+def _kind(layer: DecoderLayer) -> object:
+    """Return what layers that are computed alike have in common."""
+    attention, mlp = layer.attention, layer.mlp
+    linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+    sizes = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
+    norms = (attention.q_norm is None, attention.k_norm is None)
+    return tuple((linear.name, linear.nbytes) for linear in linears), sizes, norms
 
 
 def _bytes(tensor: Tensor) -> int:
