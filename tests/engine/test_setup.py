@@ -1,3 +1,5 @@
+from concurrent.futures import Future
+
 import numpy as np
 import pytest
 import torch
@@ -6,8 +8,10 @@ from tailrace.config import EngineConfig
 from tailrace.engine import setup
 from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.host_kv import HostKv
+from tailrace.engine.start_times import StartTimes
 from tailrace.errors import ConfigError
 from tailrace.types import StepCosts
+from tests.support.tiny import make_tiny_checkpoint
 
 
 def test_the_pool_follows_the_memory_given_to_it():
@@ -92,3 +96,16 @@ def test_swapping_pays_where_copying_is_quicker_than_computing_again():
     assert pays(80, 10)
     assert not pays(60, 8)
     assert setup.swap_pays(setup.Loaded(None, None, blocks, 64, "", None)) is None
+
+
+def test_phases_are_marked_and_a_tokenizer_read_elsewhere_is_taken(tmp_path):
+    folder = make_tiny_checkpoint(tmp_path)
+    config = EngineConfig(dtype="float32", threads=1, kv_cache_tokens=64)
+    elsewhere, times = Future(), StartTimes()
+    elsewhere.set_result(setup.load_grammars(folder))
+    loaded = setup.load(config, folder, times=times, grammars=elsewhere)
+    assert loaded.grammars is elsewhere.result()
+    assert list(times.seconds) == ["import", "weights", "memory", "tokenizer"]
+    here = setup.load(config, folder).grammars
+    assert here is not None
+    assert here is not loaded.grammars
