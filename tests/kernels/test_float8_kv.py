@@ -130,7 +130,8 @@ def test_k_and_v_are_divided_rounded_and_saturated(on_triton, heads, kv_heads, h
     slots = batch.slots.clone()
     slots[2] = -1
     qkv = on_triton.rounded(torch.randn(rows, (heads + 2 * kv_heads) * head_dim))
-    qkv[4] *= 100  # some of v is beyond 448 x its scale, all others within
+    # Some of v is beyond 448 x its scale, all others within.
+    qkv[4] = on_triton.rounded(qkv[4] * 100)
     qkv[6, -1] = NAN
     given = on_triton.half(qkv)
     rotary = make_rotary(head_dim)

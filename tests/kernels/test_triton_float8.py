@@ -207,9 +207,11 @@ def test_a_layer_serves_any_number_of_rows(on_triton, scheme, rows):
     y = layer(x).cpu().double()
     used = x.cpu()
     if layer.takes_float8(rows):
-        used = float8_rows.quantize_rows(used.float(), layer.group).dequantize()
-        fused = layer(triton_float8_rows.quantize_rows(x, layer.group))
-        assert torch.equal(fused.cpu().double(), y)
+        # The kernel's own rounding, which other tests compare: a tie may go either way, and one
+        # does not stay within the tolerance below.
+        rows_in_float8 = triton_float8_rows.quantize_rows(x, layer.group)
+        used = rows_in_float8.dequantize().cpu()
+        assert torch.equal(layer(rows_in_float8).cpu().double(), y)
     truth = used.double() @ weight.dequantize(torch.float64).t() + on_triton.rounded(bias).double()
     # torch rounds such results to bfloat16 where scales go by rows.
     rounded = layer.takes_float8(rows) and not layer.group
