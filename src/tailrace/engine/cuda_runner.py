@@ -40,6 +40,8 @@ from tailrace.engine.runner import (
     score_prompt,
     swap,
 )
+from tailrace.engine.scheduler import Step
+from tailrace.engine.slot_tables import SlotTables
 from tailrace.engine.staging import RING, Packed, Staging
 from tailrace.errors import DeviceMemoryError, EngineError
 from tailrace.kernels.linear.float8 import FLOAT8
@@ -52,7 +54,7 @@ if TYPE_CHECKING:
     from tailrace.engine.block_manager import BlockManager
     from tailrace.engine.device_sampler import DeviceSampler
     from tailrace.engine.frames import Detail
-    from tailrace.engine.scheduler import Chunk, Step
+    from tailrace.engine.scheduler import Chunk
     from tailrace.engine.step_time import StepLoad
     from tailrace.kernels.kv_scales import KVScales
     from tailrace.kernels.paged_attention.triton_prefill import Shape
@@ -216,11 +218,21 @@ class CudaRunner:
             head_dim=config.head_dim,
             max_kv_len=context_length,
         )
-        self._width = -(-context_length // block_size)
-        self._tables = np.zeros((num_slots + EARLY_SLOTS, self._width), dtype=np.int32)
-        self._filled = [0] * num_slots
-        # Nine arrays of a row or sequence each at most, and the tables.
-        words = 9 * (token_budget + 2 * num_slots + 64) + (2 * num_slots + 64) * (self._width + 16)
+        self._buckets = frames.graph_buckets(num_slots)
+        self._prefill_shape = partial(kernels.prefill_shape, config.head_dim)
+        self._shape = self._prefill_shape(context_length)
+        self._mixed = frames.mixed_frames(num_slots, token_budget, self._shape.block_m, paced=paced)
+        self._padded_sizes = frames.padded_sizes(num_slots)
+        prompts = max([EARLY_SLOTS, *(frame.prompts for frame in self._mixed)])
+        self._tables = SlotTables(
+            num_slots,
+            -(-context_length // block_size),
+            block_size,
+            max_sequences=num_slots + prompts + 1,
+            device=self.device,
+        )
+        # Eleven arrays of a row or sequence each at most, padded, and what tables grew by.
+        words = 11 * (token_budget + 2 * num_slots + 64) + self._tables.words
         self._staging = Staging(words, self.device)
         # One entry more than there are slots: padded rows write their token there.
         self._last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=self.device)
@@ -234,11 +246,6 @@ class CudaRunner:
         self._host: HostKv | None = None
         self._graphs: dict[Frame, torch.cuda.CUDAGraph] = {}
         self._graph_outputs: dict[Frame, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._buckets = frames.graph_buckets(num_slots)
-        self._prefill_shape = partial(kernels.prefill_shape, config.head_dim)
-        self._shape = self._prefill_shape(context_length)
-        self._mixed = frames.mixed_frames(num_slots, token_budget, self._shape.block_m, paced=paced)
-        self._padded_sizes = frames.padded_sizes(num_slots)
 
     @property
     def unit_bytes(self) -> int:
@@ -287,10 +294,7 @@ class CudaRunner:
 
     def prepare(self, step: Step, blocks: BlockManager) -> PreparedDeviceStep:
         """Turn a step into index arrays; reads scheduler state: the engine's thread runs it."""
-        for sequence in step.admitted:
-            self._filled[sequence.slot] = 0
         chunks = step.chunks
-        self._extend_tables(chunks, blocks)
         starts = np.cumsum([0, *(chunk.num_tokens for chunk in chunks)])
         scored = [
             rows
@@ -310,7 +314,7 @@ class CudaRunner:
         )
         return PreparedDeviceStep(
             step=step,
-            packed=self._staging.pack(self._arrays(chunks, decodes, frame, tiles)),
+            packed=self._staging.pack(self._arrays(step, decodes, frame, tiles, blocks)),
             frame=frame,
             is_captured=captured is not None,
             shape=shape,
@@ -332,27 +336,27 @@ class CudaRunner:
             return Frame(next(size for size in self._buckets if size >= decodes))
         return frames.fitting_frame(self._mixed, decodes=decodes, tokens=tokens, prompts=prompts)
 
-    def _extend_tables(self, chunks: Sequence[Chunk], blocks: BlockManager) -> None:
-        """Copy the block ids that are new since a slot's last step."""
-        for chunk in chunks:
-            is_early = chunk.slot >= self.num_slots  # nobody says when such a slot is another's
-            have = 0 if is_early else self._filled[chunk.slot]
-            need = -(-chunk.end // self.block_size)
-            if need > have:
-                table = blocks.table(chunk.sequence.request_id)
-                self._tables[chunk.slot, have:need] = table[have:need]
-                if not is_early:
-                    self._filled[chunk.slot] = need
-
     def _arrays(
-        self, chunks: Sequence[Chunk], decodes: int, frame: Frame, tiles: np.ndarray
+        self,
+        step: Step,
+        decodes: int,
+        frame: Frame,
+        tiles: np.ndarray,
+        blocks: BlockManager | None,
     ) -> dict[str, np.ndarray]:
-        """Return the step's arrays, padded to the frame: padding writes no KV and has no keys."""
+        """Return the step's arrays, padded to the frame: padding writes no KV and has no keys.
+
+        Those of a frame have its shapes, so that a graph finds them; what tables grew by comes
+        last, for its size is free.
+        """
+        chunks = step.chunks
         count = len(chunks)
         slots = np.fromiter((chunk.slot for chunk in chunks), np.int32, count)
         starts = np.fromiter((chunk.start for chunk in chunks), np.int32, count)
         rows = np.fromiter((chunk.num_tokens for chunk in chunks), np.int32, count)
         samples = np.fromiter((chunk.samples for chunk in chunks), np.bool_, count)
+        tables = self._tables
+        growth = {} if blocks is None else tables.extend(step, slots, starts + rows, blocks)
         # Where each chunk's rows, and the chunk itself, stand in the frame.
         firsts = np.cumsum(rows, dtype=np.int32) - rows
         firsts[decodes:] += frame.decodes - decodes
@@ -362,7 +366,7 @@ class CudaRunner:
         within = np.arange(len(owner)) - np.repeat(np.cumsum(rows) - rows, rows)
         row = firsts[owner] + within
         position = starts[owner] + within
-        blocks = self._tables[slots[owner], position // self.block_size]
+        units = tables.host[slots[owner], position // self.block_size]
         ids, pending = _tokens_of(chunks, len(owner), decodes)
         sequences = frame.decodes + frame.prompts + 1
         query_starts = np.arange(sequences + 1, dtype=np.int32)
@@ -370,21 +374,20 @@ class CudaRunner:
         query_starts[places[decodes:]] = firsts[decodes:]
         sampled = firsts[samples] + rows[samples] - 1
         size = frame.decodes + frame.prompts
-        tables = np.zeros((sequences, self._width), dtype=np.int32)
-        tables[places] = self._tables[slots]
         return {
             "ids": _placed(ids, row, frame.rows, 0),
             "pending": _placed(pending, row, frame.rows, -1),
             "positions": _placed(position, row, frame.rows, 0),
             "slots": _placed(
-                blocks * self.block_size + position % self.block_size, row, frame.rows, -1
+                units * self.block_size + position % self.block_size, row, frame.rows, -1
             ),
             "kv_lens": _placed(starts + rows, places, sequences, 0),
             "query_starts": query_starts,
             "sample_rows": _placed(sampled, np.arange(len(sampled)), size, 0),
             "sample_slots": _placed(slots[samples], np.arange(len(sampled)), size, self.num_slots),
+            "table_rows": _placed(slots, places, sequences, tables.no_slot),
             "tiles": tiles,
-            "tables": tables,
+            **growth,
         }
 
     # The runner's thread
@@ -423,6 +426,7 @@ class CudaRunner:
                 entry.grammar,
             )
         arrays = self._staging.send(prepared.packed)
+        self._tables.apply(arrays)
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         if prepared.is_captured:
             self._graphs[prepared.frame].replay()
@@ -500,7 +504,7 @@ class CudaRunner:
         batch = DeviceBatch(
             query_starts=arrays["query_starts"],
             kv_lens=arrays["kv_lens"],
-            block_tables=arrays["tables"],
+            block_tables=self._tables.of_step(arrays["table_rows"]),
             positions=arrays["positions"],
             slots=arrays["slots"],
             max_query_len=prepared.max_query_len,
@@ -512,6 +516,7 @@ class CudaRunner:
         return self._hidden(arrays, batch)
 
     def _hidden(self, arrays: dict[str, torch.Tensor], batch: DeviceBatch) -> torch.Tensor:
+        self._tables.gather(arrays["table_rows"])
         ids = self._input_ids(arrays)
         return self.model.forward(ids, batch, self.kv_caches, self.kv_scales)
 
@@ -559,16 +564,16 @@ class CudaRunner:
         The run compiles, loads kernels and chooses cuBLAS's algorithms, none of which a capture
         may do. Further layers of a kind would only do again what is done.
         """
-        packed = self._staging.pack(self._arrays([], 0, frame, _no_tiles(frame)))
+        packed = self._staging.pack(self._arrays(Step(), 0, frame, _no_tiles(frame), None))
         arrays = self._staging.send(packed)
         batch = DeviceBatch(
             query_starts=arrays["query_starts"],
             kv_lens=arrays["kv_lens"],
-            block_tables=arrays["tables"],
+            block_tables=self._tables.of_step(arrays["table_rows"]),
             positions=arrays["positions"],
             slots=arrays["slots"],
             max_query_len=max(frame.tokens, 1),
-            max_kv_len=self._width * self.block_size,
+            max_kv_len=self._tables.width * self.block_size,
             num_decodes=frame.decodes,
             tiles=arrays["tiles"],
             shape=self._shape,
@@ -576,6 +581,7 @@ class CudaRunner:
         model, layers = self.model.shallow()
         scales = None if self.kv_scales is None else [self.kv_scales[index] for index in layers]
         caches = [self.kv_caches[index] for index in layers]
+        self._tables.gather(arrays["table_rows"])
         hidden = model.forward(self._input_ids(arrays), batch, caches, scales)
         self._sample_rows(hidden, arrays["sample_rows"], arrays["sample_slots"])
         if self.device.type == "cuda":
