@@ -372,3 +372,61 @@ def test_a_request_that_is_late_gives_up_what_was_computed_early_also_in_flight(
     rest(bench)
     assert bench.reasons == {}
     assert_empty(bench)
+
+
+FRAMES = (16, 32, 64)
+
+
+def whole(decodes, tokens):
+    """Of a device that has captured steps of those prompt tokens, beside any decodes."""
+    return max((size for size in FRAMES if size <= tokens), default=tokens)
+
+
+def early_steps(bench):
+    """Prompt tokens of requests, and those computed early, of each step with some of these."""
+    steps = []
+    for rows in bench.runner.steps:
+        sizes = [(row.slot >= 4, row.end - row.start) for row in rows if row.end - row.start > 1]
+        early = sum(size for is_early, size in sizes if is_early)
+        if early:
+            steps.append((sum(size for is_early, size in sizes if not is_early), early))
+    return steps
+
+
+def test_a_cut_of_what_arrives_fills_a_captured_size_together_with_other_prompts():
+    """20 tokens beside a quarter of 160 would be 60 of a frame of 64; 32 are a frame."""
+    bench = make_bench(num_blocks=256, budget=160)
+    bench.engine.scheduler._whole_prompts = whole
+    grow(bench, "r-9", 0, [3] * 60)
+    bench.engine.add(request("r-0", [1] * 20, 1))
+    rest(bench)
+    # Of 12, whole units; of 40, a frame; what is left is not cut, and fits as it is.
+    assert early_steps(bench) == [(20, 8), (0, 32), (0, 16)]
+
+
+def test_what_arrives_is_not_cut_where_all_of_it_goes_into_the_step():
+    bench = make_bench(num_blocks=256, budget=256)
+    bench.engine.scheduler._whole_prompts = whole
+    grow(bench, "r-9", 0, [3] * 50)
+    rest(bench)
+    assert early_steps(bench) == [(0, 48)]
+
+
+def test_what_arrives_beside_streams_with_a_target_is_cut_to_time_and_then_to_a_size():
+    """One decode costs 1.1 ms, a token 0.1 ms: 39 tokens are in time, 32 are a frame."""
+    bench = make_bench(num_blocks=256, budget=256, target_s=0.0051)
+    bench.engine.scheduler._whole_prompts = whole
+    bench.engine.add(request("r-0", [1], 30))
+    bench.step()
+    grow(bench, "r-9", 0, [3] * 62)
+    rest(bench)
+    assert early_steps(bench) == [(0, 32), (0, 24)]
+
+
+def test_what_arrives_is_left_out_of_a_step_whose_frame_is_full():
+    bench = make_bench(num_blocks=256, budget=130)
+    bench.engine.scheduler._whole_prompts = whole
+    grow(bench, "r-9", 0, [3] * 60)
+    bench.engine.add(request("r-0", [1] * 60, 1))
+    rest(bench)
+    assert early_steps(bench)[0][0] == 0

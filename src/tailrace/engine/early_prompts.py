@@ -46,7 +46,8 @@ class EarlyPrompts:
 
     def __init__(self, blocks: BlockManager, *, first_slot: int, step_tokens: int) -> None:
         self._blocks = blocks
-        self._step_tokens = step_tokens
+        self.step_tokens = step_tokens
+        """Most tokens of a step for all of them."""
         self._free_slots = list(range(first_slot, first_slot + EARLY_SLOTS))
         self._arriving: dict[str, Sequence] = {}
         self._kept: dict[str, Sequence] = {}
@@ -70,7 +71,7 @@ class EarlyPrompts:
 
     def has_work(self, budget: int) -> bool:
         """Whether a step of so many tokens, with nothing else in it, would compute something."""
-        tokens = min(budget, self._step_tokens)
+        tokens = min(budget, self.step_tokens)
         return any(self._can_go_on(sequence, tokens) for sequence in self._arriving.values())
 
     def get(self, request_id: str) -> Sequence | None:
@@ -152,6 +153,17 @@ class EarlyPrompts:
                     return True
         return False
 
+    def ahead(self) -> Iterator[tuple[int, int]]:
+        """Yield what may be computed next, in order: tokens computed before, and how many follow.
+
+        As far as room and cached prefixes do not change it.
+        """
+        unit = self._blocks.unit_tokens
+        for sequence in self._arriving.values():
+            end = (len(sequence.token_ids) - 1) // unit * unit
+            if end > sequence.num_computed:
+                yield sequence.num_computed, end - sequence.num_computed
+
     def grow(self, left: int, fitting: Callable[[int, int], int]) -> Iterator[tuple[Sequence, int]]:
         """Yield who is computed in this step, with room made, and up to where.
 
@@ -159,7 +171,7 @@ class EarlyPrompts:
             left: Tokens that the step has left.
             fitting: Of (tokens computed before, tokens wanted): for how many there is time.
         """
-        left = min(left, self._step_tokens)
+        left = min(left, self.step_tokens)
         for sequence in list(self._arriving.values()):
             table = sequence.kv or self._open(sequence)
             in_time = fitting(sequence.num_computed, left) if left > 0 else 0

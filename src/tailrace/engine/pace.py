@@ -7,10 +7,8 @@ that cannot be held must not starve them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from tailrace.types import attended
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -57,7 +55,7 @@ class Pace:
                 break
             if taken == most:
                 return most
-            load = _with(load, start, wanted)
+            load = load.with_chunk(start, wanted)
         else:
             return most  # all of them fit
         return min(most, self.round_down(load.decodes, max(taken, min(self.least_tokens, most))))
@@ -72,22 +70,13 @@ class Pace:
     def fitting(self, load: StepLoad, start: int, wanted: int) -> int:
         """Return the most tokens up to `wanted` with which the step is done in time; 0: none."""
         costs = self.model.costs
-        if costs is None or _with(load, start, wanted).seconds(costs) <= self.target_s:
+        if costs is None or load.with_chunk(start, wanted).seconds(costs) <= self.target_s:
             return wanted
         low, high = 0, wanted  # the first is in time or none, the last is not
         while high - low > 1:
             middle = (low + high) // 2
-            if _with(load, start, middle).seconds(costs) <= self.target_s:
+            if load.with_chunk(start, middle).seconds(costs) <= self.target_s:
                 low = middle
             else:
                 high = middle
         return low
-
-
-def _with(load: StepLoad, start: int, tokens: int) -> StepLoad:
-    """Return a load with a prompt's chunk added."""
-    return replace(
-        load,
-        prefill_tokens=load.prefill_tokens + tokens,
-        prefill_context=load.prefill_context + attended(start, start + tokens),
-    )

@@ -148,6 +148,8 @@ class Scheduler:
         token_budget: Most positions of a step; at least `max_batch_size`.
         padded_decodes: Rows that the device computes for so many decodes. What it adds counts
             against the budget of prompts, so that full steps are of sizes that it has captured.
+        whole_prompts: Of (decodes, prompt tokens): the largest size up to there that the device
+            computes without padding. What arrives early is cut to it, where it is cut at all.
         pace: Cuts the prompts of steps that carry decodes to a time; None: tokens alone count.
         swap_pays: Whether computing so many tokens again takes longer than copying so many units
             out and back; None: nobody is swapped out.
@@ -160,6 +162,7 @@ class Scheduler:
         max_batch_size: int,
         token_budget: int,
         padded_decodes: Callable[[int], int] = lambda decodes: decodes,
+        whole_prompts: Callable[[int, int], int] = lambda decodes, tokens: tokens,  # noqa: ARG005
         pace: Pace | None = None,
         swap_pays: Callable[[int, int], bool] | None = None,
     ) -> None:
@@ -168,6 +171,7 @@ class Scheduler:
         self.blocks = blocks
         self.token_budget = token_budget
         self._padded_decodes = padded_decodes
+        self._whole_prompts = whole_prompts
         self._pace = pace
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -268,12 +272,30 @@ class Scheduler:
         """Fill a step up with prompts that are still arriving, as far as it stays in time."""
 
         def fitting(start: int, wanted: int) -> int:
-            if self._pace is None or not step.decodes:
-                return wanted
-            return self._pace.fitting(step.padded_load, start, wanted)
+            return self._in_time(step.padded_load, start, wanted)
 
-        for sequence, end in self.early.grow(self._left(step), fitting):
+        for sequence, end in self.early.grow(self._early_limit(step), fitting):
             step.add(_chunk(sequence, end))
+
+    def _early_limit(self, step: Step) -> int:
+        """Return how many early tokens to add at most: all, or what fills the step's frame."""
+        most = min(self._left(step), self.early.step_tokens)
+        load, taken = step.padded_load, 0
+        prompts = load.prefill_tokens
+        for start, left in self.early.ahead():
+            wanted = max(0, min(left, most - taken))
+            fitting = self._in_time(load, start, wanted)
+            taken += fitting
+            if fitting < left:
+                return self._whole_prompts(load.decodes, prompts + taken) - prompts
+            load = load.with_chunk(start, fitting)
+        return taken
+
+    def _in_time(self, load: StepLoad, start: int, wanted: int) -> int:
+        """Return how many of a prompt's next tokens a step has time for beside its decodes."""
+        if self._pace is None or not load.decodes:
+            return wanted
+        return self._pace.fitting(load, start, wanted)
 
     def _at_the_end(self) -> Iterable[Table]:
         """Tables without room for the next token."""

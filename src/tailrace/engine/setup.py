@@ -332,6 +332,7 @@ def make_engine(config: EngineConfig, loaded: Loaded, submit: Callable[..., Futu
         max_batch_size=config.max_batch_size,
         token_budget=token_budget(config),
         padded_decodes=loaded.runner.padded_decodes,
+        whole_prompts=loaded.runner.whole_prompts,
         pace=_pace(config, loaded),
         swap_pays=swap_pays(loaded),
     )

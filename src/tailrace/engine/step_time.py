@@ -17,14 +17,14 @@ measurement is believed within bounds only, so that a compilation or a stall mov
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tailrace.errors import EngineError
-from tailrace.types import StepCosts
+from tailrace.types import StepCosts, attended
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,6 +63,14 @@ class StepLoad:
     def rows(self) -> int:
         """All rows of the model's matrix products."""
         return self.prefill_tokens + self.decodes
+
+    def with_chunk(self, start: int, tokens: int) -> StepLoad:
+        """Return a load with a prompt's chunk added: so many tokens, from position `start`."""
+        return replace(
+            self,
+            prefill_tokens=self.prefill_tokens + tokens,
+            prefill_context=self.prefill_context + attended(start, start + tokens),
+        )
 
     def seconds(self, costs: StepCosts) -> float:
         """Return what it takes."""
