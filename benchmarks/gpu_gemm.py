@@ -1,10 +1,12 @@
 """Linear layers by format and rows on one GPU: bfloat16, FP8 and 4 bits beside floor and ceiling.
 
-    python benchmarks/gpu_gemm.py [--out DIR] [--sweep] [--only-check]
-    python benchmarks/gpu_gemm.py --device cpu          (in Triton's interpreter: does it run?)
+    PYTHONPATH=src:. python benchmarks/gpu_gemm.py [--out DIR] [--sweep] [--only-check]
+    PYTHONPATH=src:. python benchmarks/gpu_gemm.py --device cpu
+                                                        (in Triton's interpreter: does it run?)
 
 Every way is compared with the product in float64 first, on odd sizes and with NaN in the memory
-around its rows and in its results; one that differs ends the run. Then the four layers of
+around its rows and in its results; one of ours that differs ends the run, a yardstick (torch's own
+product by blocks) that differs or is refused is left out. Then the four layers of
 Qwen2.5-7B are timed for 1 to 8192 rows, in CUDA graphs that go through enough copies of a small
 weight that none comes from the L2 cache. The ways:
 
@@ -19,6 +21,7 @@ weight that none comes from the L2 cache. The ways:
 The floor of a way is what is larger: its bytes over the copy rate that is measured first, or its
 arithmetic at 663 (bfloat16) or 1268 TFLOP/s (FP8), the best that this model's shapes reached on an
 H200 (docs/performance.md). --sweep times tiles and splits of the kernels of few rows instead.
+What was found is written after every layer.
 """
 
 from __future__ import annotations
@@ -43,6 +46,8 @@ if TYPE_CHECKING:
     from tailrace.kernels.linear.float8 import Float8Weight
     from tailrace.kernels.linear.float8_rows import Float8Rows
 
+    Save = Callable[[list[dict]], None]
+
 CEILINGS = {"bf16": 663e12, "fp8": 1268e12}
 LAYERS = {
     "qkv": (4608, 3584, True),
@@ -57,9 +62,15 @@ ROWS = (1, 8, 16, 32, 64, 100, 128, 256, 512, 1024, 2048, 4096, 8192)
 TINY_ROWS = (1, 7, 70, 130)
 ODD = ((1, 128, 48), (7, 256, 112), (33, 640, 208), (100, 384, 144), (131, 512, 272))
 """Rows, inputs, outputs of the comparison."""
+WHOLE_BLOCKS = ((100, 384, 256), (131, 512, 384))
+"""Likewise for yardsticks that take only whole blocks of 128, as every layer timed here has."""
 WAYS = ("cublas", "bf16", "fp8 rows", "fp8 mm", "fp8 blocks", "fp8 torch", "int4")
 FEW = ("bf16", "fp8 rows", "fp8 blocks", "int4")
 """Ways with kernels of few rows, which are compiled before anything is timed."""
+ALONE = ("fp8 mm", "fp8 torch")
+"""Ways without the rounding of their rows, which nobody is served by."""
+YARDSTICKS = ("fp8 torch",)
+"""Torch's own ways: left out where it refuses them or they differ."""
 COLD_BYTES = 200e6
 """Copies of a weight take as much: four times an H200's L2."""
 
@@ -151,31 +162,57 @@ def _make_float8(
 ) -> Made:
     from tailrace.kernels.linear.float8 import Float8Weight, quantize_blocks, quantize_channels
     from tailrace.kernels.linear.float8_linear import Float8Linear
+    from tailrace.kernels.linear.triton_float8_rows import quantize_rows
 
     by_rows = way in ("fp8 rows", "fp8 mm")
     held = (quantize_channels if by_rows else quantize_blocks)(weight)
     workspace = _workspace(setting)
-    kept = [Float8Weight(held.values.clone(), held.scales, held.scheme) for _ in range(copies)]
+    kept = [
+        Float8Weight(held.values.clone(), held.scales.clone(), held.scheme) for _ in range(copies)
+    ]
     layers = [Float8Linear(one, bias, workspace) for one in kept]
     products: list[Callable[[torch.Tensor], torch.Tensor]] = list(layers)
-    if way == "fp8 torch":
-        products = [_torch_blocks(one, bias) for one in kept]
-    if way in ("fp8 mm", "fp8 torch"):
-        # Rounded once, outside what is timed; the rows are kept, so that no others pass for them.
-        kept_rows: list[tuple[torch.Tensor, Float8Rows]] = []
-
-        def alone(product: Callable) -> Callable:
-            from tailrace.kernels.linear.triton_float8_rows import quantize_rows
-
-            def run(x: torch.Tensor) -> torch.Tensor:
-                if not kept_rows or kept_rows[0][0] is not x:
-                    kept_rows[:] = [(x, quantize_rows(x, 0 if by_rows else 128))]
-                return product(kept_rows[0][1])
-
-            return run
-
-        products = [alone(product) for product in products]
+    if way == "fp8 mm":
+        products = _rounded_once(layers, lambda x: quantize_rows(x, 0))
+    elif way == "fp8 torch":
+        ours = [_torch_blocks(one, bias) for one in kept]
+        products = _rounded_once(ours, lambda x: _torch_rows(quantize_rows(x, 128)))
     return Made(products, held.dequantize(), layers[0].nbytes, "fp8")
+
+
+def _rounded_once(products: list[Callable], quantize: Callable) -> list[Callable]:
+    """Have rows rounded outside what is timed; they are kept, so that no others pass for them."""
+    kept: list[tuple[torch.Tensor, object]] = []
+
+    def alone(product: Callable) -> Callable:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            if not kept or kept[0][0] is not x:
+                kept[:] = [(x, quantize(x))]
+            return product(kept[0][1])
+
+        return run
+
+    return [alone(product) for product in products]
+
+
+@dataclass
+class TorchRows:
+    """Rows as torch's product by blocks wants them: fours of rows, their scales together."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    rows: int
+    """Without those that fill up the last four."""
+
+
+def _torch_rows(x: Float8Rows) -> TorchRows:
+    import torch
+    from torch.nn import functional
+
+    rows = x.values.shape[0]
+    values = functional.pad(x.values.view(torch.uint8), (0, 0, 0, -rows % 4))
+    scales = functional.pad(x.scales, (0, 0, 0, -rows % 4)).t().contiguous().t()
+    return TorchRows(values.view(x.values.dtype), scales, rows)
 
 
 def _torch_blocks(held: Float8Weight, bias: torch.Tensor | None) -> Callable:
@@ -191,14 +228,11 @@ def _torch_blocks(held: Float8Weight, bias: torch.Tensor | None) -> Callable:
     padded = functional.pad(held.scales, (0, -steps % 4))
     kinds = functional.ScalingType
 
-    def run(x: Float8Rows) -> torch.Tensor:
-        rows = x.values.shape[0]
-        values = functional.pad(x.values.view(torch.uint8), (0, 0, 0, -rows % 4))
-        scales = functional.pad(x.scales, (0, 0, 0, -rows % 4)).t().contiguous().t()
+    def run(x: TorchRows) -> torch.Tensor:
         y = functional.scaled_mm(
-            values.view(x.values.dtype), held.values.t(), scales, kinds.BlockWise1x128,
+            x.values, held.values.t(), x.scales, kinds.BlockWise1x128,
             padded.t(), kinds.BlockWise128x128, output_dtype=torch.bfloat16,
-        )[:rows]  # fmt: skip
+        )[: x.rows]  # fmt: skip
         return y if bias is None else y + bias
 
     return run
@@ -216,28 +250,33 @@ def takes(way: str, rows: int, setting: Setting) -> bool:
 # Comparison
 
 
-def check(setting: Setting) -> list[str]:
-    """Return what differs; a way that torch does not take here is told, and left out."""
+def check(setting: Setting) -> tuple[list[str], set[str]]:
+    """Return what differs, and the yardsticks to leave out, whose reasons are printed."""
     import torch
 
     torch.use_deterministic_algorithms(True)  # fresh memory is NaN while this is on
     wrong: list[str] = []
-    refused: set[str] = set()
-    for way, sizes, has_bias in itertools.product(WAYS, ODD, (False, True)):
-        if not takes(way, sizes[0], setting) or way in refused:
-            continue
-        error = _difference(way, setting, sizes, has_bias=has_bias)
-        if isinstance(error, str):
-            refused.add(way)
-            print(f"{way}: torch refuses it here: {error}", flush=True)
-        elif not error < BOUNDS[way]:
-            wrong.append(f"{way} {sizes} bias {has_bias}: {error:.4f}")
+    left_out: set[str] = set()
+    for way in WAYS:
+        is_yardstick = way in YARDSTICKS
+        for sizes, has_bias in itertools.product(
+            WHOLE_BLOCKS if is_yardstick else ODD, (False, True)
+        ):
+            if not takes(way, sizes[0], setting) or way in left_out:
+                continue
+            error = _difference(way, setting, sizes, has_bias=has_bias)
+            if isinstance(error, float) and error < BOUNDS[way]:
+                continue
+            case = f"{way} {sizes} bias {has_bias}: {error}"
+            if is_yardstick:
+                left_out.add(way)
+                print(f"left out: {case}", flush=True)
+            else:
+                wrong.append(case)
     torch.use_deterministic_algorithms(False)
-    REFUSED.update(refused)
-    return wrong
+    return wrong, left_out
 
 
-REFUSED: set[str] = set()
 ROUNDING = dict.fromkeys(("fp8 rows", "fp8 mm", "fp8 blocks", "fp8 torch"), 0.04)
 """Ways whose many rows are rounded to 3 bits of mantissa: 1/16 at most, 0.026 on average."""
 BOUNDS = dict.fromkeys(WAYS, 0.006) | ROUNDING
@@ -261,9 +300,9 @@ def _difference(
         made = make(way, setting, weight, bias, 1)
         y = made.products[0](x).double()
     except (RuntimeError, ValueError, AttributeError) as error:
-        if way != "fp8 torch":
+        if way not in YARDSTICKS:
             raise
-        return str(error).splitlines()[0][:300]
+        return _first_line(error)
     truth = x.double() @ made.weight.double().t()
     if bias is not None:
         truth += bias.double()
@@ -273,18 +312,63 @@ def _difference(
     return error * (BOUNDS[way] / BOUNDS["cublas"]) if is_tight else error
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
 # Times
 
 
 def copy_rate(setting: Setting) -> float:
-    """Return bytes a second of a copy, read and write counted."""
+    """Return bytes a second of the fastest copy, read and write counted.
+
+    In a graph torch's copy is a node that the driver carries out in its own way, and slower than
+    a kernel may be: so a kernel that copies is timed as well.
+    """
     import torch
 
     if not setting.is_gpu:
         return 1e10
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    source = torch.ones(COPIED_BYTES // 4, dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _graph_s(lambda: target.copy_(source), 10)
+    ways = {
+        "copy": lambda: target.copy_(source),
+        "kernel": lambda: torch.bitwise_not(source, out=target),
+    }
+    rates = {}
+    for name, work in ways.items():
+
+        def copies(work: Callable[[], object] = work) -> None:
+            for _ in range(COPIES):
+                work()
+
+        rates[name] = 2 * source.nbytes * COPIES / _graph_s(copies, 10)
+        alone = [_event_s(work) for _ in range(12)]
+        rates[f"{name}, no graph"] = 2 * source.nbytes / statistics.median(alone[2:])
+    told = ", ".join(f"{name} {rate / 1e12:.2f}" for name, rate in rates.items())
+    print(f"TB/s of copying {source.nbytes >> 20} MiB: {told}", flush=True)
+    return max(rates.values())
+
+
+COPIED_BYTES, COPIES = 4 << 30, 4
+"""Of one copy, and how many are timed as one."""
+
+
+def _event_s(work: Callable[[], object]) -> float:
+    """Return the seconds of one call on the device."""
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(LEAD_CYCLES)  # noqa: SLF001 - its only name; what the host does is hidden
+    begin.record()
+    work()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+LEAD_CYCLES = 1_000_000
+"""About half a millisecond, in which the host queues what is timed."""
 
 
 def _graph_s(work: Callable[[], object], repeats: int) -> float:
@@ -296,14 +380,7 @@ def _graph_s(work: Callable[[], object], repeats: int) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    times = []
-    for _ in range(repeats + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
+    times = [_event_s(graph.replay) for _ in range(repeats + 2)]
     return statistics.median(times[2:])
 
 
@@ -331,33 +408,41 @@ def floor_s(made: Made, rows: int, outputs: int, inputs: int, rate: float) -> fl
     return max(moved / rate, 2 * rows * outputs * inputs / CEILINGS[made.arithmetic])
 
 
-def measure(setting: Setting, rate: float) -> list[dict]:
+def measure(setting: Setting, rate: float, left_out: set[str], save: Save) -> list[dict]:
+    """Time every way but those left out; what is found so far is saved after each layer."""
     import torch
 
-    found = []
+    found: list[dict] = []
     for name, (outputs, inputs, has_bias) in setting.layers.items():
         weight = torch.randn(outputs, inputs, device=setting.device) * inputs**-0.5
         bias = torch.randn(outputs, device=setting.device).to(setting.dtype) if has_bias else None
         for way in WAYS:
-            if way in REFUSED:
+            if way in left_out:
                 continue
             half_bytes = {"int4": 0.53, "cublas": 2, "bf16": 2}.get(way, 1) * outputs * inputs
             copies = min(40, -int(-COLD_BYTES // half_bytes)) if setting.is_gpu else 1
             made = make(way, setting, weight, bias, copies)
             made.weight = weight[:0]
+            entry = {"layer": name, "way": way, "weight_bytes": made.weight_bytes}
             for rows in setting.rows:
                 if not takes(way, rows, setting):
                     continue
-                seconds = product_s(setting, made, rows, inputs)
+                try:
+                    seconds = product_s(setting, made, rows, inputs)
+                except (RuntimeError, ValueError) as error:
+                    if way not in YARDSTICKS:
+                        raise
+                    print(f"left out: {name} {way} {rows} rows: {_first_line(error)}", flush=True)
+                    continue
                 floor = floor_s(made, rows, outputs, inputs, rate)
                 found.append(
-                    {
-                        "layer": name, "way": way, "rows": rows, "us": 1e6 * seconds,
-                        "floor_us": 1e6 * floor, "weight_bytes": made.weight_bytes,
+                    entry | {
+                        "rows": rows, "us": 1e6 * seconds, "floor_us": 1e6 * floor,
                         "tflops": 2e-12 * rows * outputs * inputs / seconds,
                     }
                 )  # fmt: skip
             del made
+        save(found)
         print(f"{name} measured", flush=True)
     return found
 
@@ -417,8 +502,8 @@ def sweep_shapes() -> list[tuple[str, int, object, int]]:
     return found
 
 
-def sweep(setting: Setting, rate: float) -> list[dict]:
-    """Time tiles and splits of the kernels of few rows, layer by layer."""
+def sweep(setting: Setting, rate: float, save: Save) -> list[dict]:
+    """Time tiles and splits of the kernels of few rows; saved after each layer."""
     import torch
 
     found = []
@@ -428,7 +513,10 @@ def sweep(setting: Setting, rate: float) -> list[dict]:
             candidates = [entry for entry in sweep_shapes() if entry[0] == way]
             if not setting.is_gpu:
                 candidates = candidates[:2]
-            makers = {splits: _swept(way, setting, weight, splits) for *_, splits in candidates}
+            makers = {
+                splits: _swept(way, setting, weight, splits)
+                for splits in {splits for *_, splits in candidates}
+            }
             for _, rows, shape, splits in candidates:
                 run, made = makers[splits]
                 x = torch.randn(rows, inputs, device=setting.device).to(setting.dtype)
@@ -437,9 +525,10 @@ def sweep(setting: Setting, rate: float) -> list[dict]:
                 try:
                     entry["us"] = 1e6 * run(x, shape)
                 except Exception as error:  # noqa: BLE001 - a shape may exceed the GPU's means
-                    entry["error"] = str(error).splitlines()[0][:200]
+                    entry["error"] = _first_line(error)
                 entry["floor_us"] = 1e6 * floor_s(made, rows, outputs, inputs, rate)
                 found.append(entry)
+        save(found)
         print_sweep(name, [entry for entry in found if entry["layer"] == name])
     return found
 
@@ -458,12 +547,17 @@ def _swept(way: str, setting: Setting, weight: torch.Tensor, splits: int) -> tup
     if way == "int4":
         first = PackedInt4.of(quantize_groups(weight, 128), setting.device, splits)
         count = min(40, -int(-COLD_BYTES // first.nbytes)) if setting.is_gpu else 1
-        kept = [replace(first, codes=first.codes.clone()) for _ in range(count)]
+        kept = [
+            replace(first, codes=first.codes.clone(), meta=first.meta.clone()) for _ in range(count)
+        ]
         kernel = int4_linear
     else:
         first = quantize_channels(weight)
         count = min(40, -int(-COLD_BYTES // first.nbytes)) if setting.is_gpu else 1
-        kept = [replace(first, values=first.values.clone()) for _ in range(count)]
+        kept = [
+            replace(first, values=first.values.clone(), scales=first.scales.clone())
+            for _ in range(count)
+        ]
         kernel = float8_skinny
 
     def run(x: torch.Tensor, shape: object) -> float:
@@ -486,13 +580,16 @@ def compile_shapes(part: list[tuple[str, int, object, int]]) -> None:
 
     setting = setting_of("cuda")
     weight = torch.zeros(4096, 4096, device="cuda")
-    makers = {(way, splits): _swept(way, setting, weight, splits) for way, _, _, splits in part}
+    makers = {
+        (way, splits): _swept(way, setting, weight, splits)
+        for way, splits in {(way, splits) for way, _, _, splits in part}
+    }
     for way, rows, shape, splits in part:
         x = torch.zeros(rows, 4096, dtype=setting.dtype, device="cuda")
         try:
             makers[way, splits][0](x, shape)
         except Exception as error:  # noqa: BLE001 - told where it is timed
-            print(way, rows, shape, str(error).splitlines()[0][:100], flush=True)
+            print(way, rows, shape, _first_line(error), flush=True)
 
 
 def compile_sweep(setting: Setting) -> None:
@@ -540,7 +637,7 @@ def print_table(found: list[dict], setting: Setting) -> None:
     print(f"{'rows':>6}{head}{'fastest':>{width}}{titles}")
     for rows in setting.rows:
         sums = {way: _sum_ms(found, way, rows, "us") for way in ways}
-        served = {way: ms for way, ms in sums.items() if ms and way not in ("fp8 mm", "fp8 torch")}
+        served = {way: ms for way, ms in sums.items() if ms and way not in ALONE}
         cells = "".join(f"{f'{ms:.3f}' if ms else '-':>{width}}" for ms in sums.values())
         fastest = min(served, key=lambda way: served[way])
         bounds = "".join(
@@ -550,7 +647,10 @@ def print_table(found: list[dict], setting: Setting) -> None:
 
 
 def _sum_ms(found: list[dict], way: str, rows: int, key: str) -> float:
-    return sum(DEPTH * e[key] / 1e3 for e in found if e["way"] == way and e["rows"] == rows)
+    """Return the sum over all layers, or 0 where one of them is left out."""
+    layers = {entry["layer"] for entry in found}
+    here = [e[key] for e in found if e["way"] == way and e["rows"] == rows]
+    return DEPTH * sum(here) / 1e3 if len(here) == len(layers) else 0.0
 
 
 def print_verdict(found: list[dict], rate: float, setting: Setting) -> None:
@@ -598,20 +698,24 @@ def main() -> None:
     begun = time.monotonic()
     with torch.inference_mode():
         compile_all(setting)
-        wrong = check(setting)
+        wrong, left_out = check(setting)
         print(f"comparison: {len(wrong)} wrong", *wrong[:20], sep="\n", flush=True)
         if wrong:
             raise SystemExit(1)
         if arguments.only_check:
             return
         rate = copy_rate(setting)
+        name = "gpu_gemm_sweep.json" if arguments.sweep else "gpu_gemm.json"
+        file = arguments.out / name
+
+        def save(found: list[dict]) -> None:
+            file.write_text(json.dumps({"copy_bytes_s": rate, "found": found}))
+
         if arguments.sweep:
             compile_sweep(setting)
-            found = sweep(setting, rate)
+            found = sweep(setting, rate, save)
         else:
-            found = measure(setting, rate)
-    name = "gpu_gemm_sweep.json" if arguments.sweep else "gpu_gemm.json"
-    (arguments.out / name).write_text(json.dumps({"copy_bytes_s": rate, "found": found}))
+            found = measure(setting, rate, left_out, save)
     where = torch.cuda.get_device_name() if setting.is_gpu else "Triton's interpreter: no times"
     print(f"{where}, torch {torch.__version__}, {time.monotonic() - begun:.0f} s in all")
     if arguments.sweep:
