@@ -1,6 +1,6 @@
 """Prefill attention by length class on one GPU: our kernel's shapes, SDPA, FlashAttention 3.
 
-    PYTHONPATH=VLLM_SITE:src:. python benchmarks/gpu_classes.py
+    PYTHONPATH=VLLM_SITE:src python benchmarks/gpu_classes.py
 
 One layer of Qwen2.5-7B (28 query heads, 4 KV heads, 128 dimensions, bfloat16). Ours and
 FlashAttention 3 (vLLM's copy, where it can be imported) read the paged cache, units of 8 and pages
@@ -15,10 +15,12 @@ import statistics
 from typing import TYPE_CHECKING
 
 import torch
-from benchmarks.gpu_attention import DIM, HEADS, KV_HEADS, PREFILLS, SCALE, Case, time_ms
+from gpu_attention import DIM, HEADS, KV_HEADS, PREFILLS, SCALE, Case, time_ms
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch import Tensor
 
 try:
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
@@ -38,26 +40,30 @@ CLASSES = {
 }
 
 
-def candidates(ours: Case, paged: Case) -> dict[str, Callable[[], None]]:
-    """Return what to time; each writes its case's `out`."""
-    found: dict[str, Callable[[], None]] = {}
+def candidates(ours: Case, paged: Case) -> dict[str, Callable[[], Tensor | None]]:
+    """Return what to time; each writes its case's `out`, or returns [B, H, T, D]."""
+    found: dict[str, Callable[[], Tensor | None]] = {}
     for shape in PREFILLS:
         tiles = ours.tiles(shape)
         name = f"{shape.block_m}x{shape.block_n}x{shape.num_stages}"
         found[name] = lambda shape=shape, tiles=tiles: ours.prefill(shape, tiles)
     if all(rows == keys for rows, keys in ours.chunks) and len(set(ours.chunks)) == 1:
-        found["SDPA"] = sdpa(len(ours.chunks), ours.chunks[0][0])
+        found["SDPA"] = sdpa(ours)
     if flash_attn_varlen_func is not None:
         found["FA3 paged"] = lambda: flash3(paged)
     return found
 
 
-def sdpa(batch: int, length: int) -> Callable[[], None]:
-    q = torch.randn(batch, HEADS, length, DIM, dtype=torch.bfloat16, device="cuda")
+def sdpa(case: Case) -> Callable[[], Tensor]:
+    """Return SDPA over what whole prompts of one length have in the cache, gathered before."""
+    batch, length = len(case.chunks), case.chunks[0][0]
+    q = case.q.view(batch, length, HEADS, DIM).transpose(1, 2).contiguous()
+    units = case.tables.long()
     k, v = (
-        torch.randn(batch, KV_HEADS, length, DIM, dtype=torch.bfloat16, device="cuda")
-        for _ in range(2)
-    )
+        cache[units].transpose(2, 3).reshape(batch, -1, KV_HEADS, DIM)[:, :length]
+        .transpose(1, 2).contiguous()
+        for cache in (case.keys, case.values)
+    )  # fmt: skip
     attend = torch.nn.functional.scaled_dot_product_attention
     return lambda: attend(q, k, v, is_causal=True, enable_gqa=True)
 
@@ -71,9 +77,11 @@ def flash3(case: Case) -> None:
     )  # fmt: skip
 
 
-def check(name: str, case: Case, work: Callable[[], None]) -> bool:
+def check(name: str, case: Case, work: Callable[[], Tensor | None]) -> bool:
     case.out.fill_(float("nan"))
-    work()
+    result = work()
+    if result is not None:
+        case.out.copy_(result.transpose(1, 2).reshape(case.out.shape))
     error = case.error()
     if not error < 0.01:
         print(f"{name}: differs from float64 by {error:.4f}; it is not timed")
@@ -87,7 +95,7 @@ def main() -> None:
         works = {
             name: work
             for name, work in candidates(ours, paged).items()
-            if name == "SDPA" or check(name, paged if name == "FA3 paged" else ours, work)
+            if check(name, paged if name == "FA3 paged" else ours, work)
         }
         times: dict[str, list[float]] = {name: [] for name in works}
         for _ in range(ROUNDS):

@@ -1,14 +1,14 @@
 """The GPU engine alone: right first, then prefill and decode rates beside their floors.
 
-    python benchmarks/gpu_engine.py --out DIR [--skip-check | --only-check] [--profile]
-        [--kv-cache-dtype fp8] [--weights awq|fp8|fp8-blocks]
+    PYTHONPATH=src:. python benchmarks/gpu_engine.py --out DIR [--skip-check | --only-check]
+        [--profile] [--kv-cache-dtype fp8] [--weights awq|fp8|fp8-blocks]
 
 Check: a tiny random checkpoint of each family, several prompts batched, chunked and out of CUDA
 graphs; every token chosen must be, by transformers in float32 on the same history, the best or
 within the noise that bfloat16 itself makes there (four times transformers' own largest bfloat16
 error). With KV in float8 both of transformers' runs keep theirs rounded to the engine's own scales
 as well. Only then Qwen2.5-7B's shape with dummy weights is timed. Floors: 13.05 GFLOP a token over
-604 to 663 TFLOP/s, 14.1 GB of weights and 57,344 bytes of KV a token over 4.19 TB/s
+630 TFLOP/s (1268 in FP8), 14.1 GB of weights and 57,344 bytes of KV a token over 4.19 TB/s
 (docs/performance.md).
 """
 
@@ -49,15 +49,15 @@ QWEN_7B = {
     "bos_token_id": 151643,
 }
 GFLOP_A_TOKEN, KV_BYTES, COPY = 13.05, 57344, 4.19e12
-WEIGHTS: dict[str, tuple[float, dict | None]] = {
-    "bf16": (14.1e9, None),
+WEIGHTS: dict[str, tuple[float, float, dict | None]] = {
+    "bf16": (14.1e9, 630.0, None),
     "awq": (
-        4.5e9,
+        4.5e9, 630.0,
         {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True,
          "version": "gemm"},
     ),
     "fp8": (
-        7.6e9,
+        7.6e9, 1268.0,
         {"quant_method": "compressed-tensors", "format": "float-quantized",
          "quantization_status": "compressed", "ignore": ["lm_head"],
          "config_groups": {"group_0": {
@@ -66,11 +66,12 @@ WEIGHTS: dict[str, tuple[float, dict | None]] = {
          }}},
     ),
     "fp8-blocks": (
-        7.6e9,
+        7.6e9, 1268.0,
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     ),
 }  # fmt: skip
-"""Bytes that a decode step reads of them (docs/performance.md), and what config.json says."""
+"""Bytes that a decode step reads of them, TFLOP/s that products of prompts reach on an H200
+(docs/performance.md), and what config.json says."""
 DECODES = ((1, 500), (1, 4500), (8, 4500), (32, 4500), (50, 500), (64, 4500), (128, 4500))
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 
@@ -94,7 +95,7 @@ def main() -> None:
         if arguments.only_check:
             return
         with tempfile.TemporaryDirectory() as folder:
-            quantization = WEIGHTS[arguments.weights][1]
+            quantization = WEIGHTS[arguments.weights][2]
             shape = QWEN_7B | ({"quantization_config": quantization} if quantization else {})
             (Path(folder) / "config.json").write_text(json.dumps(shape))
             time_qwen(Path(folder), runner, arguments)
@@ -217,23 +218,24 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
     )  # fmt: skip
     engine, kept = make(config, folder, runner)
     rows = []
+    weight_bytes, tflops, _ = WEIGHTS[arguments.weights]
     for budget in BUDGETS:
         engine = setup.make_engine(
             replace(config, max_num_batched_tokens=budget), kept["loaded"], runner.submit
         )
         rate = prefill_rate(engine, budget)
-        floor = 1e3 * GFLOP_A_TOKEN / 630e3 * budget
+        floor = GFLOP_A_TOKEN / tflops * budget
         rows.append({"budget": budget, "tokens_s": rate})
         print(
             f"prefill, {budget:>5}-token steps: {rate:>8.0f} tokens/s, "
-            f"{1e3 * budget / rate:6.1f} ms a step, GEMM floor at 630 TFLOP/s {floor:6.1f} ms",
+            f"{1e3 * budget / rate:6.1f} ms a step, "
+            f"GEMM floor at {tflops:.0f} TFLOP/s {floor:6.1f} ms",
             flush=True,
         )
     for batch, context in DECODES:
         engine = setup.make_engine(config, kept["loaded"], runner.submit)
         kv_bytes = KV_BYTES // 2 if config.kv_is_float8 else KV_BYTES
         step_ms, keys = decode_step(engine, batch, context)
-        weight_bytes = WEIGHTS[arguments.weights][0]
         floor = 1e3 * (weight_bytes + keys * kv_bytes) / COPY
         rows.append({"batch": batch, "context": context, "ms": step_ms, "floor_ms": floor})
         print(
@@ -241,7 +243,9 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
             f"{step_ms / floor:.2f} x",
             flush=True,
         )
-    (arguments.out / "gpu_engine.json").write_text(json.dumps(rows))
+    name = f"gpu_engine_{arguments.weights}_kv-{arguments.kv_cache_dtype}.json"
+    settings = {"weights": arguments.weights, "kv_cache_dtype": arguments.kv_cache_dtype}
+    (arguments.out / name).write_text(json.dumps({**settings, "rows": rows}))
     if arguments.profile:
         for batch, context in ((50, 500), (128, 4500)):
             engine = setup.make_engine(config, kept["loaded"], runner.submit)

@@ -1,6 +1,7 @@
 """What is preempted: computed again, or swapped to host memory and back (`--cpu-offload-gib`).
 
     python benchmarks/swap.py --gpus 0 --model qwen-7b --kv-cache-tokens 32768
+    python benchmarks/swap.py --gpus 0 --model FOLDER --load-format dummy
     python benchmarks/swap.py --model smollm2 --kv-cache-tokens 1024 --prompt 200 --output 60
 
 One backlog of requests is run in turns, A B C, A B C: in a pool that holds them all (nobody is
@@ -10,7 +11,8 @@ preempts as much as it can. Printed: seconds, preemptions, blocks copied, and ho
 answers differ from those of the large pool: none may on a CPU in float32; in 16 bits, recomputing
 rounds otherwise than decoding did, swapping does not.
 
-`--model qwen-7b` is Qwen2.5-7B's shape with dummy weights, in bfloat16.
+`--model qwen-7b` is Qwen2.5-7B's shape with dummy weights, in bfloat16; `--load-format dummy` draws
+weights for a folder that holds a config.json.
 """
 
 from __future__ import annotations
@@ -67,6 +69,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpus", type=int, action="append", default=[])
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kv-cache-tokens", type=int, default=1024)
     parser.add_argument("--cpu-offload-gib", type=float, default=4.0)
@@ -83,7 +86,7 @@ def configs(arguments: argparse.Namespace, model: str) -> dict[str, EngineConfig
     longest = arguments.prompt + arguments.output + 8
     common = {
         "model_path": model,
-        "load_format": "dummy" if arguments.model == "qwen-7b" else "auto",
+        "load_format": "dummy" if arguments.model == "qwen-7b" else arguments.load_format,
         "dtype": arguments.dtype,
         "gpus": tuple(arguments.gpus),
         "context_length": longest,
