@@ -440,6 +440,13 @@ def _check_accuracy(
     dtype: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "auto",
     quant_type: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "auto",
     gpus: Annotated[str, typer.Option(help="As of `tailrace serve`; default: the CPU.")] = "",
+    prefill_weights: Annotated[
+        str,
+        typer.Option(
+            help="fp8 | bf16: by that copy, as prompts are served, and the result is recorded for "
+            "`tailrace serve --prefill-weights auto`."
+        ),
+    ] = "same",
     threads: Annotated[int, typer.Option(help="CPU threads; 0: all cores.")] = 0,
     min_agreement: Annotated[
         float, typer.Option(help="Least share of equal likeliest tokens.")
@@ -447,13 +454,21 @@ def _check_accuracy(
     max_divergence: Annotated[float, typer.Option(help="Most mean KL divergence, nats.")] = 0.005,
 ) -> None:
     """Compare a model as it is served with its reference, over real text; 1 where it strays."""
+    from tailrace.errors import ConfigError  # noqa: PLC0415
+
+    if prefill_weights == "auto":
+        raise ConfigError(
+            "check-accuracy --prefill-weights auto: auto chooses by what is measured here; name "
+            "the copy to measure"
+        )
     settings = {"model_path": model, "dtype": dtype, "quant_type": quant_type, "gpus": gpus}
+    settings |= {"prefill_weights": prefill_weights}
     config = load(settings | {"threads": threads}).engine
     from tailrace.bench.corpus import corpus_text  # noqa: PLC0415
     from tailrace.engine.setup import pin_threads  # noqa: PLC0415
 
     pin_threads(config.threads)  # before torch is imported, with what follows
-    from tailrace.engine.accuracy import Bound, check_accuracy  # noqa: PLC0415
+    from tailrace.engine.accuracy import Bound, check_accuracy, record  # noqa: PLC0415
 
     words, _ = corpus_text(text)
     bound = Bound(min_agreement, max_divergence)
@@ -462,6 +477,8 @@ def _check_accuracy(
             config, words, positions=positions, against=against, progress=bar.update
         )
     typer.echo(found.describe(bound))
+    if prefill_weights != "same":
+        typer.echo(record(config, found, against=against))
     raise typer.Exit(0 if found.keeps(bound) else 1)
 
 

@@ -23,6 +23,7 @@ DEFAULT_MODEL = "smollm2"
 
 BLOCK_SIZES = ("auto", "8", "16", "32")
 QUANT_TYPES = ("auto", "none", "awq", "fp8", "compressed-tensors")
+PREFILL_WEIGHTS = ("auto", "same", "fp8", "bf16")
 _GPU_ITL_TARGET_S = 0.03
 ENV_PREFIX = "TAILRACE_"
 MAX_API_WORKERS = 64
@@ -55,6 +56,13 @@ class EngineConfig:
         "Weight format: auto (as the checkpoint says) | fp8 (also rounds plain weights to FP8 at "
         "load, a scale for each output) | awq | compressed-tensors | none (an error where the "
         "checkpoint is of another).",
+    )
+    prefill_weights: str = setting(
+        "auto",
+        "What prompts are multiplied by on a GPU; decodes keep the checkpoint's weights. same: "
+        "those, too | fp8 | bf16 (half precision): a second copy in that format | auto: for 4-bit "
+        "weights the fastest copy that memory allows and whose measured accuracy is within the "
+        "bound, for others same.",
     )
     gpus: tuple[int, ...] = setting((), "Device indices; empty serves on the CPU.")
     context_length: int = setting(0, "Most tokens of one sequence; 0 takes the model's own.")
@@ -117,6 +125,7 @@ class EngineConfig:
         _one_of("cpu-kernels", self.cpu_kernels, ("auto", "native", "torch"))
         _one_of("block-size", str(self.block_size), BLOCK_SIZES)
         _one_of("quant-type", self.quant_type, QUANT_TYPES)
+        _one_of("prefill-weights", self.prefill_weights, PREFILL_WEIGHTS)
         self._check_device()
         self._check_itl_target()
         self._check_max_ttft()
@@ -202,6 +211,12 @@ class EngineConfig:
             raise ConfigError(
                 f"--plan {self.plan}: on a CPU there is nothing to choose, --dtype and "
                 "--cpu-kernels decide; leave --plan out, or name a GPU with --gpus"
+            )
+        if self.prefill_weights not in ("auto", "same") and not self.gpus:
+            raise ConfigError(
+                f"--prefill-weights {self.prefill_weights}: a second copy of the weights needs a "
+                "GPU's matrix units; a CPU serves prompts by the same weights; use auto or same, "
+                "or name a GPU with --gpus"
             )
         if len(self.gpus) > 1:
             raise ConfigError(

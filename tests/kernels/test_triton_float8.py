@@ -206,7 +206,7 @@ def test_a_layer_serves_any_number_of_rows(on_triton, scheme, rows):
     x = poisoned(on_triton, rows, 160)
     y = layer(x).cpu().double()
     used = x.cpu()
-    if layer.takes_float8(rows):
+    if layer.rounds(rows):
         # The kernel's own rounding, which other tests compare: a tie may go either way, and one
         # does not stay within the tolerance below.
         rows_in_float8 = triton_float8_rows.quantize_rows(x, layer.group)
@@ -214,7 +214,7 @@ def test_a_layer_serves_any_number_of_rows(on_triton, scheme, rows):
         assert torch.equal(layer(rows_in_float8).cpu().double(), y)
     truth = used.double() @ weight.dequantize(torch.float64).t() + on_triton.rounded(bias).double()
     # torch rounds such results to bfloat16 where scales go by rows.
-    rounded = layer.takes_float8(rows) and not layer.group
+    rounded = layer.rounds(rows) and not layer.group
     tolerance = {"rtol": 1e-2, "atol": 1e-2} if rounded else on_triton.tolerance
     assert_close("y", y, truth, **tolerance)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tailrace.engine.accuracy_record import LEAST_POSITIONS, Finding, remember
 from tailrace.engine.runner import allocate_kv
 from tailrace.engine.setup import resolve, thread_count
 from tailrace.errors import ConfigError
@@ -116,7 +117,8 @@ def check_accuracy(
     """Load a model as it is served and its reference, and compare them over a text.
 
     On a CPU the reference is computed in float32. On a GPU it is computed in the activations' dtype
-    from unpacked weights, by the same attention.
+    from unpacked weights, by the same attention. Where `config.prefill_weights` names a copy, every
+    row goes by it, as prompts do.
 
     Args:
         config: The served model, as `tailrace serve` takes it.
@@ -142,6 +144,31 @@ def check_accuracy(
             f"{config.model_path}, {served.config.vocab_size}"
         )
     return compare(served, reference, windows, device, progress)
+
+
+def record(config: EngineConfig, found: Accuracy, *, against: str) -> str:
+    """Keep what was found of a prompts' copy, for `--prefill-weights auto`; say where, or why not.
+
+    Args:
+        config: The served model; `prefill_weights` names the copy.
+        found: From `check_accuracy`.
+        against: The reference's path; only a checkpoint's own precision is a measure of a copy.
+
+    Raises:
+        ConfigError: The record cannot be written.
+    """
+    if against:
+        return "not recorded: the reference is another checkpoint"
+    if found.positions < LEAST_POSITIONS:
+        return f"not recorded: fewer than {LEAST_POSITIONS:,} positions"
+    finding = Finding(
+        prefill_weights=config.prefill_weights,
+        dtype=activations(config),
+        positions=found.positions,
+        agreement=found.agreement,
+        divergence=found.divergence,
+    )
+    return f"recorded    {remember(resolve(config), finding)}"
 
 
 def cut_windows(
@@ -287,15 +314,25 @@ def _load_on_gpu(
     # Triton is imported with these: a CPU build of torch has none.
     from tailrace.engine import cuda_runner  # noqa: PLC0415
     from tailrace.engine.cuda_setup import load_device  # noqa: PLC0415
+    from tailrace.engine.prefill_weights import choose, with_copy  # noqa: PLC0415
     from tailrace.kernels.triton_kernels import TritonKernels, UnpackedTritonKernels  # noqa: PLC0415
 
     device = load_device(config.gpus[0])
-    dtype: WeightDtype = "bfloat16" if config.dtype == "auto" else config.dtype  # type: ignore[assignment]  # checked by the config
+    dtype = activations(config)
     kernels = TritonKernels(device, dtype)
     served = load_model(folder, dtype=dtype, kernels=kernels, quant_type=config.quant_type)
+    if config.prefill_weights != "auto":
+        choice = choose(config.prefill_weights, kernels, served, {})
+        if choice.format is not None:
+            served = with_copy(served, kernels, choice.format)
     reference = load_model(behind, dtype=dtype, kernels=UnpackedTritonKernels(device, dtype))
 
     def allocate(model: CausalLM, blocks: int, block_tokens: int) -> list[KVCache]:
         return cuda_runner.allocate_kv(model, blocks, block_tokens, kernels.dtype, device)
 
     return Device(device, allocate, torch.int32), served, reference
+
+
+def activations(config: EngineConfig) -> WeightDtype:
+    """Return the dtype of activations on a GPU."""
+    return "bfloat16" if config.dtype == "auto" else config.dtype  # type: ignore[return-value]  # checked by the config

@@ -105,6 +105,7 @@ class BlockManager:
         prefix_cache: bool = True,
         mixed_sizes: bool = True,
         host_places: int = 0,
+        computed_by: str = "same",
     ) -> None:
         if unit_tokens < 1:
             raise EngineError(f"units of {unit_tokens} tokens: must be at least 1")
@@ -118,7 +119,7 @@ class BlockManager:
         self.closings = 0
         """Grows whenever something was given back."""
         self._pool = UnitPool(num_units)
-        self._cache = PrefixCache(num_units, unit_tokens) if prefix_cache else None
+        self._cache = PrefixCache(num_units, unit_tokens, computed_by) if prefix_cache else None
         self._holders = array("i", bytes(4 * num_units))
         self._tables: dict[str, Table] = {}
         self._leases = Leases()

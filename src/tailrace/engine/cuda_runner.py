@@ -184,6 +184,7 @@ class CudaRunner:
         kv_dtype: Of the cache.
         kv_scales: One a layer, where that is float8.
         paced: Whether prompts beside decodes are cut to a time.
+        prefill_weights: Whose copy of the weights serves prompts; "same": there is one.
     """
 
     def __init__(
@@ -200,11 +201,13 @@ class CudaRunner:
         kv_dtype: torch.dtype,
         kv_scales: list[KVScales] | None = None,
         paced: bool = False,
+        prefill_weights: str = "same",
     ) -> None:
         if (kv_scales is not None) != (kv_dtype == FLOAT8):
             raise EngineError("KV scales go with a float8 cache, and with no other")
         self.model = model
         self.kv_scales = kv_scales
+        self.prefill_weights = prefill_weights
         self.sampler = sampler
         self.device = kernels.device
         self.block_size = block_size
@@ -302,7 +305,7 @@ class CudaRunner:
             if (rows := prompt_rows(index, chunk, int(starts[index]))) is not None
         ]
         longest = max(chunk.end for chunk in chunks)
-        decodes = _leading_decodes(chunks)
+        decodes = _leading_decodes(chunks, prompts_apart=self.prefill_weights != "same")
         # Scoring a prompt needs its hidden rows, which graphs keep to themselves.
         captured = None if scored else self._captured_frame(chunks, step.num_tokens, decodes)
         shape = self._shape
@@ -618,8 +621,19 @@ def kv_bytes_per_token(model: CausalLM, dtype: torch.dtype) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
-def _leading_decodes(chunks: Sequence[Chunk]) -> int:
-    return next((index for index, chunk in enumerate(chunks) if chunk.num_tokens != 1), len(chunks))
+def _leading_decodes(chunks: Sequence[Chunk], *, prompts_apart: bool = False) -> int:
+    """Return how many chunks, at the front, are served as decodes: they have one row.
+
+    Args:
+        chunks: Of the step.
+        prompts_apart: Whether a prompt's single row is none, since another copy of the weights
+            serves it.
+    """
+    for index, chunk in enumerate(chunks):
+        is_prompt = prompts_apart and chunk.start < chunk.sequence.num_prompt
+        if chunk.num_tokens != 1 or is_prompt:
+            return index
+    return len(chunks)
 
 
 def _tokens_of(

@@ -11,6 +11,7 @@ import numpy as np
 import structlog
 import torch
 
+from tailrace.engine.accuracy_record import findings
 from tailrace.engine.cuda_plan import cuda_timer, measure_whole, settle
 from tailrace.engine.cuda_runner import (
     CudaRunner,
@@ -22,6 +23,7 @@ from tailrace.engine.device_sampler import DeviceSampler
 from tailrace.engine.frames import Detail, Frame, graph_buckets, mixed_frames
 from tailrace.engine.host_kv import STAGING_BYTES
 from tailrace.engine.kv_calibration import find_scales
+from tailrace.engine.prefill_weights import choose, make
 from tailrace.engine.setup import describe_kv
 from tailrace.engine.start_times import StartTimes
 from tailrace.errors import ConfigError
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tailrace.config import EngineConfig
+    from tailrace.engine.prefill_weights import Prefill
     from tailrace.kernels.plan import Plan
     from tailrace.models.causal_lm import CausalLM
 
@@ -58,6 +61,8 @@ class MemoryPlan:
     overhead: int
     """CUDA's context, graphs with the activations and logits they keep, the decode scratch."""
     kv: int
+    prompt_weights: int = 0
+    """Of `weights`, the copy that serves prompts."""
 
     def describe(self) -> str:
         """Say it in one line."""
@@ -68,6 +73,8 @@ class MemoryPlan:
             ("KV", self.kv),
         )
         shown = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts)
+        if self.prompt_weights:
+            shown += f" (of the weights, the prompts' copy {self.prompt_weights / 2**30:.2f})"
         return (
             f"--gpu-memory-utilization allows {self.allowed / 2**30:.2f} of "
             f"{self.total / 2**30:.2f} GiB: {shown}"
@@ -151,41 +158,36 @@ def load_runner(
         ModelError: The checkpoint cannot be served.
     """
     times = times or StartTimes()
-    kernels, model = load_weights(config, folder, times)
-    log.info("weights_loaded", held=describe_weights(model))
-    sampler = DeviceSampler(
-        config.max_batch_size,
-        model.config.vocab_size,
-        model.config.eos_token_ids,
-        config.seed,
-        device=kernels.device,
-    )
-    context = config.context_length or model.config.max_position
-    if context > model.config.max_position:
+    kernels, loaded = load_weights(config, folder, times)
+    context = config.context_length or loaded.config.max_position
+    if context > loaded.config.max_position:
         raise ConfigError(
-            f"--context-length {context}: the model holds {model.config.max_position} tokens"
+            f"--context-length {context}: the model holds {loaded.config.max_position} tokens"
         )
-    if config.plan != "off":
-        timer = cuda_timer(kernels.device)
-        settle(
-            config.plan,
-            kernels,
-            model,
-            longest=context,
-            timer=timer,
-            kv_is_float8=config.kv_is_float8,
-        )
-        del timer  # and its memory, before what is left is counted
-        times.mark("plan")
+    # Before anything is multiplied: layers that are made later find no scratch.
+    prefill = copy_for_prompts(config, folder, kernels, loaded)
+    times.mark("prompts' weights")
+    log.info("weights_loaded", held=describe_weights(prefill.model))
+    sampler = _make_sampler(config, loaded, kernels)
+    _apply_plan(config, kernels, prefill.model, context, times)
     kv_dtype = kv_dtype_of(config, kernels)
-    found = None
+    token_bytes = kv_bytes_per_token(loaded, kv_dtype)
+    plan = plan_memory(config, prefill.model, kernels, token_budget, context)
+    # Rebound, so that a copy without room is freed before memory is planned again.
+    was, needed = prefill.choice.format, (config.kv_cache_tokens or context) * token_bytes
+    prefill = prefill.in_room(kv_bytes=plan.kv, needed_bytes=needed)
+    if prefill.choice.format is not was:
+        gc.collect()
+        plan = plan_memory(config, prefill.model, kernels, token_budget, context)
+    plan = replace(plan, prompt_weights=prefill.copy_bytes)
+    log.info("prefill_weights", serves=prefill.describe())
+    log.info("gpu_memory", plan=plan.describe())
+    times.mark("largest step")
+    model, found = prefill.model, None
     if kv_dtype == FLOAT8:
         found = find_scales(model, kernels, folder, config.load_format)
         log.info("kv_scales", source=found.source, scales=found.listed())
-    plan = plan_memory(config, model, kernels, token_budget, context)
-    log.info("gpu_memory", plan=plan.describe())
-    times.mark("largest step")
-    token_bytes = kv_bytes_per_token(model, kv_dtype)
+        times.mark("KV scales")
 
     def make(kv_share: float) -> tuple[CudaRunner, int, int]:
         smaller = replace(plan, kv=int(plan.kv * kv_share))
@@ -202,6 +204,7 @@ def load_runner(
             kv_dtype=kv_dtype,
             kv_scales=None if found is None else found.scales,
             paced=config.itl_target_s > 0,
+            prefill_weights=prefill.choice.name,
         )
         return runner, length, num_blocks
 
@@ -212,9 +215,54 @@ def load_runner(
     kv_words = "" if found is None else f"KV in float8, scales {found.describe()}; "
     words = (
         f"{torch.cuda.get_device_name(kernels.device)} ({kernels.name} kernels; {kv_words}"
-        f"{plan.describe()})"
+        f"prefill weights {prefill.describe()}; {plan.describe()})"
     )
     return runner, length, num_blocks, words
+
+
+def _make_sampler(config: EngineConfig, model: CausalLM, kernels: TritonKernels) -> DeviceSampler:
+    return DeviceSampler(
+        config.max_batch_size,
+        model.config.vocab_size,
+        model.config.eos_token_ids,
+        config.seed,
+        device=kernels.device,
+    )
+
+
+def _apply_plan(
+    config: EngineConfig, kernels: TritonKernels, model: CausalLM, context: int, times: StartTimes
+) -> None:
+    """Find or measure the plan, if one is asked for; its timer's memory is free afterwards."""
+    if config.plan == "off":
+        return
+    settle(
+        config.plan,
+        kernels,
+        model,
+        longest=context,
+        timer=cuda_timer(kernels.device),
+        kv_is_float8=config.kv_is_float8,
+    )
+    times.mark("plan")
+
+
+def copy_for_prompts(
+    config: EngineConfig, folder: Path, kernels: TritonKernels, model: CausalLM
+) -> Prefill:
+    """Choose what serves prompts, and make it where memory allows.
+
+    Raises:
+        ConfigError: A copy was asked for that cannot be made, or an accuracy record is damaged.
+    """
+    is_measured = config.prefill_weights != "same" and config.load_format != "dummy"
+    known = findings(folder, kernels.name_of_dtype) if is_measured else {}
+    choice = choose(config.prefill_weights, kernels, model, known)
+    free, total = torch.cuda.mem_get_info()
+    allowed = int(total * config.gpu_memory_utilization) - torch.cuda.memory_allocated()
+    made = make(choice, model, kernels, free_bytes=min(free, allowed))
+    torch.cuda.synchronize(kernels.device)
+    return made
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Which units hold which text, and which of them goes first.
 
-A key is the unit before (the salt, for the first one) and the tokens of the unit itself, compared
-in full: equal keys are equal text by construction, not by a hash's good luck. "The unit before" is
-the serial number of its entry, never used twice, so nothing follows a unit that was evicted and
-reused. Keys are bytes, which the garbage collector does not visit: there can be a million.
+A key is the unit before (for the first one the weights that computed it, and the salt) and the
+tokens of the unit itself, compared in full: equal keys are equal text by construction, not by a
+hash's good luck. "The unit before" is the serial number of its entry, never used twice, so nothing
+follows a unit that was evicted and reused. Keys are bytes, which the garbage collector does not
+visit: there can be a million.
 
     salt --[t0..t7]--> entry 4, unit 17 --[t8..t15]--> entry 9, unit 3
                                         --[t8'..]----> entry 12, unit 40
@@ -37,10 +38,12 @@ class PrefixCache:
     Args:
         num_units: Units of the pool.
         unit_tokens: Tokens of a unit.
+        computed_by: The weights that prompts' KV comes of; part of every first key.
     """
 
-    def __init__(self, num_units: int, unit_tokens: int) -> None:
+    def __init__(self, num_units: int, unit_tokens: int, computed_by: str = "same") -> None:
         self.unit_tokens = unit_tokens
+        self._root = computed_by.encode() + b"\0"
         self._pack = struct.Struct(f"<Q{unit_tokens}I").pack
         # The entry's serial number, shifted by `_SHIFT` bits, and the unit: one object, and one
         # place in memory to go to, where a million of them do not stay in the processor's cache.
@@ -128,10 +131,9 @@ class PrefixCache:
         return unit
 
     def _key(self, parent: Parent, token_ids: Sequence[int]) -> bytes:
-        # Unlike for each parent: only keys under the empty salt are as short as those of entries,
-        # and no entry has number 0.
+        # Unlike for each parent: keys under a salt are longer than those of entries.
         if isinstance(parent, str):
-            return parent.encode() + self._pack(0, *token_ids)
+            return self._root + parent.encode() + self._pack(0, *token_ids)
         return self._pack(parent, *token_ids)
 
     def check_integrity(self) -> None:

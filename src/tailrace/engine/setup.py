@@ -183,7 +183,13 @@ def _load_on_gpu(
         model=runner.model,
         runner=runner,
         host=host,
-        blocks=make_blocks(config, num_blocks, prefix_cache=config.prefix_cache, host=host),
+        blocks=make_blocks(
+            config,
+            num_blocks,
+            prefix_cache=config.prefix_cache,
+            host=host,
+            computed_by=runner.prefill_weights,
+        ),
         context_length=context,
         device=device,
         grammars=compiler,
@@ -279,15 +285,21 @@ def swap_pays(loaded: Loaded) -> Callable[[int, int], bool] | None:
 
 
 def make_blocks(
-    config: EngineConfig, num_units: int, *, prefix_cache: bool, host: HostMemory | None = None
+    config: EngineConfig,
+    num_units: int,
+    *,
+    prefix_cache: bool,
+    host: HostMemory | None = None,
+    computed_by: str = "same",
 ) -> BlockManager:
-    """Make the pool's block manager."""
+    """Make the pool's block manager; `computed_by` are the weights that prompts' KV comes of."""
     return BlockManager(
         num_units,
         config.kv_unit_tokens,
         prefix_cache=prefix_cache,
         mixed_sizes=config.mixes_block_sizes,
         host_places=host.places if host is not None else 0,
+        computed_by=computed_by,
     )
 
 

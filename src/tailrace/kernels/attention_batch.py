@@ -38,3 +38,6 @@ class AttentionBatch:
     """int64 [T]: block_id * block_size + offset, where the row's K and V are written."""
     max_query_len: int
     max_kv_len: int
+    num_decodes: int = 0
+    """Rows at the front that are decodes: sequences of one row, past their prompts. Where a layer
+    has two copies of its weight, all other rows are taken for prompts'."""

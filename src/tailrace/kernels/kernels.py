@@ -103,8 +103,26 @@ class Kernels(Protocol):
         """Return silu(x[:, :F]) * x[:, F:], float32 [T, F]."""
         ...
 
+    def multiply(self, linear: Linear, x_TI: Tensor, *, decodes: int = 0) -> Tensor:
+        """Return linear(x).
+
+        Args:
+            linear: Packed here.
+            x_TI: The step's rows.
+            decodes: How many of them, at the front, are decodes; a layer with two copies of its
+                weight serves those by one and all others by the other.
+        """
+        ...
+
     def norm_into(
-        self, linear: Linear, x_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, eps: float
+        self,
+        linear: Linear,
+        x_TD: Tensor | None,
+        residual_TD: Tensor,
+        weight_D: Tensor,
+        eps: float,
+        *,
+        decodes: int = 0,
     ) -> Tensor:
         """Add x to residual in place (None: nothing), and return linear(RMS norm of the sum).
 
@@ -112,7 +130,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def silu_mul_into(self, linear: Linear, gate_up_T2F: Tensor) -> Tensor:
+    def silu_mul_into(self, linear: Linear, gate_up_T2F: Tensor, *, decodes: int = 0) -> Tensor:
         """Return linear(silu(x[:, :F]) * x[:, F:]), likewise."""
         ...
 

@@ -107,15 +107,26 @@ class NativeKernels:
         """See `Kernels.silu_mul`."""
         return silu_mul(self._library, gate_up_T2F)
 
+    def multiply(self, linear: Linear, x_TI: Tensor, *, decodes: int = 0) -> Tensor:  # noqa: ARG002 - one copy serves both phases
+        """See `Kernels.multiply`."""
+        return linear(x_TI)
+
     def norm_into(
-        self, linear: Linear, x_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, eps: float
+        self,
+        linear: Linear,
+        x_TD: Tensor | None,
+        residual_TD: Tensor,
+        weight_D: Tensor,
+        eps: float,
+        *,
+        decodes: int = 0,  # noqa: ARG002 - as above
     ) -> Tensor:
         """See `Kernels.norm_into`."""
         if x_TD is None:
             return linear(self.rms_norm(residual_TD, weight_D, eps))
         return linear(self.add_rms_norm(x_TD, residual_TD, weight_D, eps))
 
-    def silu_mul_into(self, linear: Linear, gate_up_T2F: Tensor) -> Tensor:
+    def silu_mul_into(self, linear: Linear, gate_up_T2F: Tensor, *, decodes: int = 0) -> Tensor:  # noqa: ARG002 - as above
         """See `Kernels.silu_mul_into`."""
         return linear(self.silu_mul(gate_up_T2F))
 

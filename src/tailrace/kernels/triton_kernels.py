@@ -19,12 +19,13 @@ from tailrace.kernels.attention_shapes import (
 )
 from tailrace.kernels.kv_scales import UNSCALED, KVScales
 from tailrace.kernels.linear.cublas import CublasLinear
+from tailrace.kernels.linear.device_linear import RoundsRows
 from tailrace.kernels.linear.float8 import Float8Weight
 from tailrace.kernels.linear.float8_linear import Float8Linear, takes
 from tailrace.kernels.linear.int4 import GroupInt4
 from tailrace.kernels.linear.int4_linear import Int4Linear
 from tailrace.kernels.linear.packed_int4 import LEAST_GROUP
-from tailrace.kernels.linear.triton_float8_rows import add_rms_norm_float8, silu_mul_float8
+from tailrace.kernels.linear.phased_linear import PhasedLinear
 from tailrace.kernels.linear.triton_skinny import SkinnyLinear, SkinnyScratch
 from tailrace.kernels.linear.weight import plain
 from tailrace.kernels.linear.workspace import Workspace
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
     from tailrace.kernels.attention_batch import AttentionBatch
     from tailrace.kernels.kernels import Linear, WeightDtype
+    from tailrace.kernels.linear.device_linear import DeviceLinear
+    from tailrace.kernels.linear.prefill_format import PrefillFormat
     from tailrace.kernels.linear.weight import Weight
     from tailrace.kernels.paged_attention.device_batch import DeviceBatch
     from tailrace.kernels.paged_attention.triton_prefill import Shape
@@ -222,19 +225,59 @@ class TritonKernels:
         """See `Kernels.silu_mul`."""
         return silu_mul(gate_up_T2F)
 
+    def multiply(self, linear: Linear, x_TI: Tensor, *, decodes: int = 0) -> Tensor:
+        """See `Kernels.multiply`."""
+        return linear(x_TI, decodes) if isinstance(linear, PhasedLinear) else linear(x_TI)
+
     def norm_into(
-        self, linear: Linear, x_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, eps: float
+        self,
+        linear: Linear,
+        x_TD: Tensor | None,
+        residual_TD: Tensor,
+        weight_D: Tensor,
+        eps: float,
+        *,
+        decodes: int = 0,
     ) -> Tensor:
-        """See `Kernels.norm_into`; an FP8 layer's rows are rounded in the norm."""
-        if isinstance(linear, Float8Linear) and linear.takes_float8(residual_TD.shape[0]):
-            return linear(add_rms_norm_float8(x_TD, residual_TD, weight_D, eps, group=linear.group))
+        """See `Kernels.norm_into`; a layer that rounds its rows has it done in the norm."""
+
+        def write(layer: DeviceLinear, rows: slice, out_TO: Tensor) -> None:
+            x_RD, residual_RD = None if x_TD is None else x_TD[rows], residual_TD[rows]
+            if isinstance(layer, RoundsRows) and layer.rounds(len(out_TO)):
+                layer.write_normed(x_RD, residual_RD, weight_D, eps, out_TO)
+            else:
+                normed_RD = add_rms_norm(x_RD, residual_RD, weight_D, eps, out_dtype=self.dtype)
+                layer.write(normed_RD, out_TO)
+
+        rows = residual_TD.shape[0]
+        if isinstance(linear, PhasedLinear):
+            return linear.write_by_phase(rows, decodes, write)
+        if isinstance(linear, RoundsRows) and linear.rounds(rows):
+            out_TO = self._empty(rows, linear.sizes[0])
+            linear.write_normed(x_TD, residual_TD, weight_D, eps, out_TO)
+            return out_TO
         return linear(add_rms_norm(x_TD, residual_TD, weight_D, eps, out_dtype=self.dtype))
 
-    def silu_mul_into(self, linear: Linear, gate_up_T2F: Tensor) -> Tensor:
-        """See `Kernels.silu_mul_into`; an FP8 layer's rows are rounded in the product."""
-        if isinstance(linear, Float8Linear) and linear.takes_float8(gate_up_T2F.shape[0]):
-            return linear(silu_mul_float8(gate_up_T2F, group=linear.group))
+    def silu_mul_into(self, linear: Linear, gate_up_T2F: Tensor, *, decodes: int = 0) -> Tensor:
+        """See `Kernels.silu_mul_into`; rows that a layer rounds are rounded in the product."""
+
+        def write(layer: DeviceLinear, rows: slice, out_TO: Tensor) -> None:
+            if isinstance(layer, RoundsRows) and layer.rounds(len(out_TO)):
+                layer.write_silu_mul(gate_up_T2F[rows], out_TO)
+            else:
+                layer.write(silu_mul(gate_up_T2F[rows]), out_TO)
+
+        rows = gate_up_T2F.shape[0]
+        if isinstance(linear, PhasedLinear):
+            return linear.write_by_phase(rows, decodes, write)
+        if isinstance(linear, RoundsRows) and linear.rounds(rows):
+            out_TO = self._empty(rows, linear.sizes[0])
+            linear.write_silu_mul(gate_up_T2F, out_TO)
+            return out_TO
         return linear(silu_mul(gate_up_T2F))
+
+    def _empty(self, rows: int, outputs: int) -> Tensor:
+        return torch.empty(rows, outputs, dtype=self.dtype, device=self.device)
 
     def pack_linear(self, weight: Weight, bias_O: Tensor | None, dtype: WeightDtype) -> Linear:
         """See `Kernels.pack_linear`; what no kernel here takes is unpacked."""
@@ -250,6 +293,28 @@ class TritonKernels:
             return linear
         self.skinny_layers.append(SkinnyLinear(linear, self._skinny))
         return self.skinny_layers[-1]
+
+    def with_copy(self, linear: Linear, form: PrefillFormat) -> PhasedLinear:
+        """Return a layer of this one for decodes, and a copy of its weight for prompts.
+
+        Args:
+            linear: Packed here: in 4 bits, or plain.
+            form: Of the copy.
+
+        Raises:
+            EngineError: No copy can be made of such a layer.
+            RuntimeError: The device has no memory for it.
+        """
+        if not isinstance(linear, Int4Linear | SkinnyLinear | CublasLinear):
+            raise EngineError(f"a layer by {linear.name} has no copy")
+        source = linear.plain if isinstance(linear, SkinnyLinear) else linear
+        many = form.make(source, self._workspace)
+        return PhasedLinear(linear, many, self.dtype, self.device)
+
+    @property
+    def name_of_dtype(self) -> str:
+        """Of activations, such as "bfloat16"."""
+        return str(self.dtype).removeprefix("torch.")
 
     @property
     def _multiplies_float8(self) -> bool:

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from tailrace.kernels.attention_batch import AttentionBatch
+    from tailrace.kernels.kernels import Linear
     from tailrace.kernels.kv_scales import KVScales
     from tailrace.models.config import ModelConfig
 
@@ -34,6 +35,15 @@ class CausalLM(Protocol):
     @property
     def linear_names(self) -> Counter[str]:
         """How many linear layers are computed in which way, the head among them."""
+        ...
+
+    @property
+    def layer_linears(self) -> list[Linear]:
+        """The linear layers, without the head."""
+        ...
+
+    def with_linears(self, change: Callable[[Linear], Linear]) -> CausalLM:
+        """Return a model with other linear layers, the head's excepted, and the rest shared."""
         ...
 
     def forward(

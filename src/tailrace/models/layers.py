@@ -35,7 +35,7 @@ import torch
 from tailrace.kernels.kv_scales import UNSCALED, KVScales
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -85,9 +85,10 @@ class Attention:
             kv_scales=kv_scales,
         )
         scale = self.head_dim**-0.5
-        return self.out(
-            kernels.paged_attention(q_THd, k_cache, v_cache, batch, scale, kv_scales=kv_scales)
+        attended = kernels.paged_attention(
+            q_THd, k_cache, v_cache, batch, scale, kv_scales=kv_scales
         )
+        return kernels.multiply(self.out, attended, decodes=batch.num_decodes)
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,9 @@ class GatedMlp:
     gate_up: Linear
     down: Linear
 
-    def __call__(self, kernels: Kernels, gate_up_T2F: Tensor) -> Tensor:
-        """Return [T, H] for what `gate_up` made."""
-        return kernels.silu_mul_into(self.down, gate_up_T2F)
+    def __call__(self, kernels: Kernels, gate_up_T2F: Tensor, decodes: int = 0) -> Tensor:
+        """Return [T, H] for what `gate_up` made; the first `decodes` rows are decodes."""
+        return kernels.silu_mul_into(self.down, gate_up_T2F, decodes=decodes)
 
 
 @dataclass(frozen=True)
@@ -132,17 +133,21 @@ class Decoder:
         kv_scales: Sequence[KVScales] | None = None,
     ) -> Tensor:
         """Run one step; see `CausalLM.forward`."""
-        kernels, eps = self.kernels, self.config.rms_norm_eps
+        kernels, eps, decodes = self.kernels, self.config.rms_norm_eps, batch.num_decodes
         # `index_select` copies, so the residual may be summed in place.
         residual_TH = self.embedding.index_select(0, token_ids).to(torch.float32)
         scales = kv_scales or [UNSCALED] * len(self.layers)
         x_TH: Tensor | None = None  # before the first layer there is nothing to add
         for layer, kv_cache, layer_scales in zip(self.layers, kv_caches, scales, strict=True):
             attention, mlp = layer.attention, layer.mlp
-            y = kernels.norm_into(attention.qkv, x_TH, residual_TH, layer.attention_norm, eps)
+            y = kernels.norm_into(
+                attention.qkv, x_TH, residual_TH, layer.attention_norm, eps, decodes=decodes
+            )
             x_TH = attention(kernels, y, batch, kv_cache, layer_scales)
-            y = kernels.norm_into(mlp.gate_up, x_TH, residual_TH, layer.mlp_norm, eps)
-            x_TH = mlp(kernels, y)
+            y = kernels.norm_into(
+                mlp.gate_up, x_TH, residual_TH, layer.mlp_norm, eps, decodes=decodes
+            )
+            x_TH = mlp(kernels, y, decodes)
         if x_TH is None:
             return kernels.rms_norm(residual_TH, self.final_norm, eps)
         return kernels.add_rms_norm(x_TH, residual_TH, self.final_norm, eps)
@@ -162,6 +167,28 @@ class Decoder:
         return self.head(hidden_RH)
 
     @property
+    def layer_linears(self) -> list[Linear]:
+        """The linear layers, without the head."""
+        linears: list[Linear] = []
+        for layer in self.layers:
+            attention, mlp = layer.attention, layer.mlp
+            linears += (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+        return linears
+
+    def with_linears(self, change: Callable[[Linear], Linear]) -> Decoder:
+        """See `CausalLM.with_linears`."""
+
+        def changed(layer: DecoderLayer) -> DecoderLayer:
+            attention, mlp = layer.attention, layer.mlp
+            return replace(
+                layer,
+                attention=replace(attention, qkv=change(attention.qkv), out=change(attention.out)),
+                mlp=replace(mlp, gate_up=change(mlp.gate_up), down=change(mlp.down)),
+            )
+
+        return replace(self, layers=[changed(layer) for layer in self.layers])
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of all weights as they are held; a storage that embedding and head share, twice."""
         norms = [self.final_norm]
@@ -178,11 +205,7 @@ class Decoder:
         return Counter(linear.name for linear in self._linears())
 
     def _linears(self) -> list[Linear]:
-        linears = [self.head]
-        for layer in self.layers:
-            attention, mlp = layer.attention, layer.mlp
-            linears += (attention.qkv, attention.out, mlp.gate_up, mlp.down)
-        return linears
+        return [self.head, *self.layer_linears]
 
 
 def _kind(layer: DecoderLayer) -> object:

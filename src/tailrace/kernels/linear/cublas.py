@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch.nn import functional
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -40,3 +40,21 @@ class CublasLinear:
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Return [T, O] in the weight's dtype."""
         return functional.linear(x_TI, self.weight_OI, self.bias_O)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        outputs, inputs = self.weight_OI.shape
+        return outputs, inputs
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [O, I] in `dtype`; the layer's own where it is held so."""
+        return self.weight_OI.to(dtype)
+
+    def write(self, x_TI: Tensor, out_TO: Tensor) -> None:
+        """See `DeviceLinear.write`."""
+        weight_IO = self.weight_OI.t()
+        if self.bias_O is None:
+            torch.mm(x_TI, weight_IO, out=out_TO)
+        else:
+            torch.addmm(self.bias_O, x_TI, weight_IO, out=out_TO)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tailrace.errors import ConfigError
+from tailrace.kernels.linear.device_linear import RoundsRows
 from tailrace.kernels.linear.float8 import BLOCK, Float8Weight
 from tailrace.kernels.linear.float8_rows import Float8Rows
 from tailrace.kernels.linear.triton_float8 import (
@@ -21,7 +22,11 @@ from tailrace.kernels.linear.triton_float8 import (
     float8_skinny,
     skinny_splits,
 )
-from tailrace.kernels.linear.triton_float8_rows import quantize_rows
+from tailrace.kernels.linear.triton_float8_rows import (
+    add_rms_norm_float8,
+    quantize_rows,
+    silu_mul_float8,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +42,7 @@ def takes(weight: Float8Weight) -> bool:
     return all(size % ALIGNMENT == 0 for size in weight.shape)
 
 
-class Float8Linear:
+class Float8Linear(RoundsRows):
     """x @ weight.T + bias; sums are float32.
 
     Args:
@@ -73,39 +78,77 @@ class Float8Linear:
         """Bytes of weight, scales and bias."""
         return self._weight.nbytes + (0 if self._bias_O is None else self._bias_O.nbytes)
 
-    def takes_float8(self, rows: int) -> bool:
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self._weight.shape
+
+    def rounds(self, rows: int) -> bool:
         """Tell whether so many rows are multiplied in FP8."""
         return rows > MOST_ROWS
+
+    def write_normed(
+        self,
+        x_TI: Tensor | None,
+        residual_TI: Tensor,
+        weight_I: Tensor,
+        eps: float,
+        out_TO: Tensor,
+    ) -> None:
+        """See `RoundsRows.write_normed`."""
+        rows = add_rms_norm_float8(x_TI, residual_TI, weight_I, eps, group=self.group)
+        self._multiply(rows, out_TO)
+
+    def write_silu_mul(self, gate_up_T2I: Tensor, out_TO: Tensor) -> None:
+        """See `RoundsRows.write_silu_mul`."""
+        self._multiply(silu_mul_float8(gate_up_T2I, group=self.group), out_TO)
+
+    def write(self, x_TI: Tensor, out_TO: Tensor) -> None:
+        """See `DeviceLinear.write`."""
+        if self.rounds(x_TI.shape[0]):
+            self._multiply(quantize_rows(x_TI, self.group), out_TO)
+        elif x_TI.shape[0]:
+            scratch = self._workspace.scratch
+            float8_skinny(x_TI, self._weight, self._bias_O, scratch=scratch, out_TO=out_TO)
 
     def __call__(self, x_TI: Tensor | Float8Rows) -> Tensor:
         """Return [T, O] in the activations' dtype.
 
         Args:
-            x_TI: Contiguous; float8 only where `takes_float8`, in groups of `group`.
+            x_TI: Contiguous; float8 only where it `rounds`, in groups of `group`.
         """
         if isinstance(x_TI, Float8Rows):
-            return self._multiplied(x_TI)
-        rows = x_TI.shape[0]
-        if not rows:
-            return x_TI.new_empty(0, self._weight.shape[0])
-        if not self.takes_float8(rows):
-            scratch = self._workspace.scratch
-            return float8_skinny(x_TI, self._weight, self._bias_O, scratch=scratch)
-        return self._multiplied(quantize_rows(x_TI, self.group))
+            out_TO = self._empty(x_TI.values.shape[0])
+            self._multiply(x_TI, out_TO)
+        else:
+            out_TO = self._empty(x_TI.shape[0])
+            self.write(x_TI, out_TO)
+        return out_TO
 
-    def _multiplied(self, x: Float8Rows) -> Tensor:
+    def _empty(self, rows: int) -> Tensor:
+        device = self._workspace.device
+        return torch.empty(rows, self.sizes[0], dtype=self._dtype, device=device)
+
+    def _multiply(self, x: Float8Rows, out_TO: Tensor) -> None:
         if self.group:
-            return float8_blocks(x, self._weight, self._bias_O, self._dtype)
-        y_TO: Tensor = torch._scaled_mm(  # noqa: SLF001 - torch's only name for it before 2.10
+            float8_blocks(x, self._weight, self._bias_O, self._dtype, out_TO)
+            return
+        # Scales by row come with results in bfloat16 only.
+        is_direct = out_TO.dtype == torch.bfloat16
+        y_TO = out_TO if is_direct else out_TO.new_empty(out_TO.shape, dtype=torch.bfloat16)
+        torch._scaled_mm(  # noqa: SLF001 - torch's only name for it before 2.10
             x.values,
             self._weight.values.t(),
             scale_a=x.scales,
             scale_b=self._weight.scales.unsqueeze(0),
-            # Scales by row come with results in bfloat16 only.
             out_dtype=torch.bfloat16,
             use_fast_accum=True,
-        ).to(self._dtype)
-        return y_TO if self._bias_O is None else y_TO.add_(self._bias_O)
+            out=y_TO,
+        )
+        if not is_direct:
+            out_TO.copy_(y_TO)
+        if self._bias_O is not None:
+            out_TO.add_(self._bias_O)
 
 
 def _held(weight: Float8Weight, device: torch.device) -> Float8Weight:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch.nn import functional
 
 from tailrace.kernels.linear.packed_int4 import PackedInt4
@@ -38,9 +39,9 @@ class Int4Linear:
 
     def __init__(self, weight: GroupInt4, bias_O: Tensor | None, workspace: Workspace) -> None:
         self._weight = PackedInt4.of(weight, workspace.device)
-        self._bias_O = None
+        self.bias_O = None
         if bias_O is not None:
-            self._bias_O = bias_O.to(workspace.device, workspace.dtype).contiguous()
+            self.bias_O = bias_O.to(workspace.device, workspace.dtype).contiguous()
         self._workspace = workspace
         held = self._weight
         workspace.reserve(
@@ -54,14 +55,34 @@ class Int4Linear:
     @property
     def nbytes(self) -> int:
         """Bytes of the packed weight and the bias."""
-        return self._weight.nbytes + (0 if self._bias_O is None else self._bias_O.nbytes)
+        return self._weight.nbytes + (0 if self.bias_O is None else self.bias_O.nbytes)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self._weight.outputs, self._weight.inputs
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """Return new memory with the weight [O, I] that the codes stand for."""
+        out_OI = torch.empty(self.sizes, dtype=dtype, device=self._workspace.device)
+        return dequantize(self._weight, out_OI)
+
+    def write(self, x_TI: Tensor, out_TO: Tensor) -> None:
+        """See `DeviceLinear.write`; by the codes, however many rows there are.
+
+        So a row's result is the same beside any number of others.
+        """
+        scratch = self._workspace.scratch
+        for start in range(0, x_TI.shape[0], MOST_ROWS):
+            rows = slice(start, start + MOST_ROWS)
+            int4_linear(x_TI[rows], self._weight, self.bias_O, scratch=scratch, out_TO=out_TO[rows])
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Return [T, O] in x's dtype."""
         if 0 < x_TI.shape[0] <= MOST_ROWS:
             scratch = self._workspace.scratch
-            return int4_linear(x_TI, self._weight, self._bias_O, scratch=scratch)
+            return int4_linear(x_TI, self._weight, self.bias_O, scratch=scratch)
         wide_OI = dequantize(
             self._weight, self._workspace.wide(self._weight.outputs, self._weight.inputs)
         )
-        return functional.linear(x_TI, wide_OI, self._bias_O)
+        return functional.linear(x_TI, wide_OI, self.bias_O)

@@ -211,6 +211,7 @@ def float8_skinny(
     *,
     scratch: SplitScratch,
     shape: SkinnyFloat8Shape | None = None,
+    out_TO: Tensor | None = None,
 ) -> Tensor:
     """Return x @ weight.T + bias [T, O] in x's dtype; sums are float32.
 
@@ -220,13 +221,15 @@ def float8_skinny(
         bias_O: In x's dtype, or none.
         scratch: Large enough for the layer and the rows.
         shape: Instead of the one in `SKINNY_SHAPES`.
+        out_TO: Where the result goes, contiguous; by default into new memory.
     """
     rows = x_TI.shape[0]
     outputs, inputs = weight.shape
     block_m, usual = skinny_shape(rows)
     shape = shape or usual
     splits, span = skinny_splits(outputs, inputs)
-    out_TO = torch.empty(rows, outputs, dtype=x_TI.dtype, device=x_TI.device)
+    if out_TO is None:
+        out_TO = torch.empty(rows, outputs, dtype=x_TI.dtype, device=x_TI.device)
     float8_skinny_kernel[(triton.cdiv(outputs, shape.block_n), splits)](
         x_TI,
         weight.values,
@@ -255,7 +258,11 @@ def float8_skinny(
 
 
 def float8_blocks(
-    x: Float8Rows, weight: Float8Weight, bias_O: Tensor | None, dtype: torch.dtype
+    x: Float8Rows,
+    weight: Float8Weight,
+    bias_O: Tensor | None,
+    dtype: torch.dtype,
+    out_TO: Tensor | None = None,
 ) -> Tensor:
     """Return x @ weight.T + bias [T, O] in `dtype`; sums are float32.
 
@@ -264,10 +271,12 @@ def float8_blocks(
         weight: On x's device, of scheme "block128".
         bias_O: In `dtype`, or none.
         dtype: Of the result.
+        out_TO: Where it goes, contiguous; by default into new memory.
     """
     rows = x.values.shape[0]
     outputs, inputs = weight.shape
-    out_TO = torch.empty(rows, outputs, dtype=dtype, device=x.values.device)
+    if out_TO is None:
+        out_TO = torch.empty(rows, outputs, dtype=dtype, device=x.values.device)
     grid = (triton.cdiv(rows, BLOCK_M) * triton.cdiv(outputs, BLOCK_N),)
     float8_blocks_kernel[grid](
         x.values,

@@ -234,6 +234,7 @@ def int4_linear(
     *,
     scratch: SplitScratch,
     shape: Int4Shape | None = None,
+    out_TO: Tensor | None = None,
 ) -> Tensor:
     """Return x @ weight.T + bias [T, O] in x's dtype; sums are float32.
 
@@ -243,11 +244,13 @@ def int4_linear(
         bias_O: In x's dtype, or none.
         scratch: Large enough for the layer and the rows.
         shape: Instead of the one in `SHAPES`.
+        out_TO: Where the result goes, contiguous; by default into new memory.
     """
     rows = x_TI.shape[0]
     block_m, usual = shape_for(rows)
     shape = shape or usual
-    out_TO = torch.empty(rows, weight.outputs, dtype=x_TI.dtype, device=x_TI.device)
+    if out_TO is None:
+        out_TO = torch.empty(rows, weight.outputs, dtype=x_TI.dtype, device=x_TI.device)
     int4_kernel[(triton.cdiv(weight.outputs, shape.block_n), weight.splits)](
         x_TI,
         weight.codes,

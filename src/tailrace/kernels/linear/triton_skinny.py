@@ -156,6 +156,7 @@ def skinny_linear(
     *,
     shape: SkinnyShape,
     scratch: SkinnyScratch,
+    out_TO: Tensor | None = None,
 ) -> Tensor:
     """Return x @ weight.T + bias [T, O] in x's dtype; sums are float32.
 
@@ -165,10 +166,12 @@ def skinny_linear(
         bias_O: Or none.
         shape: Tile sizes and splits.
         scratch: Large enough for splits x T x O values and the tiles of O.
+        out_TO: Where the result goes, contiguous; by default into new memory.
     """
     rows, inputs = x_TI.shape
     outputs = weight_OI.shape[0]
-    out_TO = torch.empty(rows, outputs, dtype=x_TI.dtype, device=x_TI.device)
+    if out_TO is None:
+        out_TO = torch.empty(rows, outputs, dtype=x_TI.dtype, device=x_TI.device)
     tiles = triton.cdiv(outputs, shape.block_n)
     span = triton.cdiv(triton.cdiv(inputs, shape.splits), shape.block_k) * shape.block_k
     skinny_kernel[(tiles, shape.splits)](
@@ -255,10 +258,22 @@ class SkinnyLinear:
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Return [T, O] in the weight's dtype."""
-        many, rows = self._many, x_TI.shape[0]
-        if not 0 < rows <= MOST_ROWS:
-            return many(x_TI)
-        shape = self._shapes[0 if rows <= MOST_SPLIT_ROWS else 1]
+        many, shape = self._many, self._shape_for(x_TI.shape[0])
         if shape is None:
             return many(x_TI)
         return skinny_linear(x_TI, many.weight_OI, many.bias_O, shape=shape, scratch=self._scratch)
+
+    def write(self, x_TI: Tensor, out_TO: Tensor) -> None:
+        """See `DeviceLinear.write`."""
+        many, shape = self._many, self._shape_for(x_TI.shape[0])
+        if shape is None:
+            many.write(x_TI, out_TO)
+            return
+        skinny_linear(
+            x_TI, many.weight_OI, many.bias_O, shape=shape, scratch=self._scratch, out_TO=out_TO
+        )
+
+    def _shape_for(self, rows: int) -> SkinnyShape | None:
+        if not 0 < rows <= MOST_ROWS:
+            return None
+        return self._shapes[0 if rows <= MOST_SPLIT_ROWS else 1]

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 class DeviceBatch(AttentionBatch):
     """An `AttentionBatch` whose first `num_decodes` sequences have one row each."""
 
-    num_decodes: int
     tiles: torch.Tensor
     """int32 [N, 2]: sequence and first row within its chunk; of the sequences after the decodes."""
     shape: Shape
@@ -62,9 +61,9 @@ def plan(batch: AttentionBatch, shape: Shape) -> DeviceBatch:
         rows[decodes:], kv_lens[decodes:], first_sequence=decodes, block_m=shape.block_m
     )
     known = {entry.name: getattr(batch, entry.name) for entry in fields(AttentionBatch)}
+    known["num_decodes"] = decodes  # here whatever has one row: it is the decode kernel's
     return DeviceBatch(
         **known,
-        num_decodes=decodes,
         tiles=torch.from_numpy(tiles).to(batch.kv_lens.device),
         shape=shape,
     )
