@@ -1,5 +1,7 @@
 """The GPU engine alone: right first, then prefill and decode rates beside their floors.
 
+    python benchmarks/gpu_engine.py --out DIR [--skip-check | --only-check] [--profile]
+        [--kv-cache-dtype fp8] [--weights awq|fp8|fp8-blocks] [--prefill-weights same|fp8|bf16]
     PYTHONPATH=src:. python benchmarks/gpu_engine.py --out DIR [--skip-check | --only-check]
         [--profile] [--kv-cache-dtype fp8] [--weights awq|fp8|fp8-blocks]
 
@@ -73,6 +75,8 @@ WEIGHTS: dict[str, tuple[float, float, dict | None]] = {
 """Bytes that a decode step reads of them, TFLOP/s that products of prompts reach on an H200
 (docs/performance.md), and what config.json says."""
 DECODES = ((1, 500), (1, 4500), (8, 4500), (32, 4500), (50, 500), (64, 4500), (128, 4500))
+MIXED = ((50, 500, 512), (64, 4500, 1024), (64, 4500, 2048))
+"""Decodes, their context, and the tokens of a step with prompts."""
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -87,6 +91,9 @@ def main() -> None:
         help="dummy weights that are timed; tailrace check-accuracy compares such formats",
     )  # fmt: skip
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
+    parser.add_argument(
+        "--prefill-weights", default="auto", help="as of tailrace serve, for what is timed"
+    )
     arguments = parser.parse_args()
     with ThreadPoolExecutor(1) as runner:
         if not arguments.skip_check:
@@ -214,7 +221,7 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
     config = EngineConfig(
         model_path=str(folder), load_format="dummy", gpus=(0,), max_batch_size=128,
         context_length=8192, max_num_batched_tokens=8192, prefix_cache=False, itl_target_ms=0,
-        kv_cache_dtype=arguments.kv_cache_dtype,
+        kv_cache_dtype=arguments.kv_cache_dtype, prefill_weights=arguments.prefill_weights,
     )  # fmt: skip
     engine, kept = make(config, folder, runner)
     rows = []
@@ -243,8 +250,21 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
             f"{step_ms / floor:.2f} x",
             flush=True,
         )
-    name = f"gpu_engine_{arguments.weights}_kv-{arguments.kv_cache_dtype}.json"
+    for batch, context, budget in MIXED:
+        smaller = replace(config, max_num_batched_tokens=budget)
+        engine = setup.make_engine(smaller, kept["loaded"], runner.submit)
+        step_ms = mixed_step(engine, batch, context)
+        rows.append({"batch": batch, "context": context, "budget": budget, "ms": step_ms})
+        print(
+            f"mixed, {batch:>3} x {context} and prompts, {budget:>5} tokens: {step_ms:6.2f} ms a "
+            "step", flush=True,
+        )  # fmt: skip
+    name = (
+        f"gpu_engine_{arguments.weights}_prefill-{arguments.prefill_weights}"
+        f"_kv-{arguments.kv_cache_dtype}.json"
+    )
     settings = {"weights": arguments.weights, "kv_cache_dtype": arguments.kv_cache_dtype}
+    settings |= {"prefill_weights": arguments.prefill_weights}
     (arguments.out / name).write_text(json.dumps({**settings, "rows": rows}))
     if arguments.profile:
         for batch, context in ((50, 500), (128, 4500)):
@@ -322,6 +342,20 @@ def decode_step(engine: Engine, batch: int, context: int) -> tuple[float, int]:
     engine.abort([s.request_id for s in list(engine.scheduler.running)])
     drain(engine)
     return 1e3 * statistics.median(times), keys
+
+
+def mixed_step(engine: Engine, batch: int, context: int) -> float:
+    """Return the median milliseconds of a step in which prompts fill what decodes leave."""
+    begin(engine, batch, context, 400)
+    submit(engine, 32, 4096, 1, 1000)
+    times = []
+    for _ in range(20):
+        begun = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - begun)
+    engine.abort([s.request_id for s in list(engine.scheduler.running)])
+    drain(engine)
+    return 1e3 * statistics.median(times)
 
 
 def profile(engine: Engine, title: str, steps: int) -> None:

@@ -14,11 +14,13 @@ from tailrace.engine.accuracy import (
     check_accuracy,
     compare,
     cut_windows,
+    record,
 )
 from tailrace.errors import ConfigError
 from tailrace.kernels.select import select
 from tailrace.models.loader import load_model
 from tests.models.paged import PagedRun
+from tests.support.interpreter import exact_float8
 from tests.support.quantized import awq, float8, plain_beside, write_quantized
 from tests.support.tiny import make_tiny_checkpoint
 
@@ -199,3 +201,30 @@ def test_the_command_says_what_it_found_and_whether_the_bound_is_kept(command):
 def test_the_commands_text_must_be_long_enough(command, source):
     with pytest.raises(ConfigError, match="--positions 20000.*give a longer one with --text"):
         cli.app(["check-accuracy", str(source), "--text", str(source.parent / "text.txt")])
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_copy_for_prompts_is_what_the_text_is_read_by(tmp_path, monkeypatch):
+    """On a GPU that is none: too few positions to be recorded, in the interpreter."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from tailrace.engine import cuda_setup  # noqa: PLC0415
+
+    exact_float8(monkeypatch)
+    monkeypatch.setattr(cuda_setup, "load_device", lambda _: torch.device("cpu"))
+    source = make_tiny_checkpoint(tmp_path, num_hidden_layers=1)
+    asked = config(source, prefill_weights="fp8", gpus=(0,), dtype="float16")
+    # More rows than an FP8 copy takes without rounding them.
+    found = check_accuracy(asked, TEXT, positions=80)
+    assert "for prompts FP8 by channel" in found.served
+    assert 0.0 < found.divergence < 0.05
+    assert record(asked, found, against="") == "not recorded: fewer than 20,000 positions"
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [("auto", "name the copy to measure"), ("fp8", "use auto or same, or name a GPU")],
+)
+def test_the_copy_must_be_named_and_have_a_gpu(command, source, asked, why):
+    with pytest.raises(ConfigError, match=why):
+        cli.app(["check-accuracy", str(source), "--prefill-weights", asked])
