@@ -19,6 +19,7 @@ from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.cuda_runner import CudaRunner, _leading_decodes, kv_bytes_per_token
 from tailrace.engine.device_sampler import DeviceSampler
 from tailrace.engine.prefill_weights import Choice, Prefill, choose, copy_bytes, make, with_copy
+from tailrace.engine.step_probes import Probe, ProbeRun
 from tailrace.errors import ConfigError
 from tailrace.kernels.linear.int4 import quantize_groups
 from tailrace.kernels.linear.phased_linear import PhasedLinear
@@ -405,6 +406,12 @@ def test_a_prompts_single_row_is_no_decode_where_it_has_a_copy():
     chunks = [chunk(1, 10), chunk(1, 14), chunk(1, 9), chunk(5, 0)]
     assert _leading_decodes(chunks) == 3
     assert _leading_decodes(chunks, prompts_apart=True) == 2
+
+
+def test_decodes_that_are_timed_at_warm_up_are_decodes():
+    probe = Probe(decodes=3, context=10, tokens=5)
+    step = ProbeRun(None, None, submit=None, clock=None)._step(probe)
+    assert _leading_decodes(step.chunks, prompts_apart=True) == 3
 
 
 def test_kv_of_one_copy_is_not_found_by_another():

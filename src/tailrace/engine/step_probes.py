@@ -185,10 +185,12 @@ class ProbeRun:
 
 
 def _chunk(slot: int, start: int, end: int) -> Chunk:
+    samples = end - start == 1
     sequence = Sequence(
         request_id=f"probe-{slot}",
         token_ids=[0] * end,
-        num_prompt=end,
+        # A decode is past its prompt: the runner may serve the two by different weights.
+        num_prompt=start if samples else end,
         sampling=SamplingParams(max_tokens=1, temperature=0.0),
         max_output=1,
         arrival_s=0.0,
@@ -196,7 +198,7 @@ def _chunk(slot: int, start: int, end: int) -> Chunk:
         num_computed=start,
     )
     # A prompt's inner chunk samples nothing; a decode does.
-    return Chunk(sequence, slot, start, end, samples=end - start == 1, from_device=False)
+    return Chunk(sequence, slot, start, end, samples=samples, from_device=False)
 
 
 def _open_table(blocks: BlockManager, chunk: Chunk) -> Table:
