@@ -324,24 +324,26 @@ class Bench:
     found: list[dict]
     wrong: list[str]
 
-    def layer(self, name: str) -> None:
-        """Measure one layer in every way."""
-        import torch
-
-        from tailrace.kernels.linear.int4 import quantize_groups
-
-        outputs, inputs, has_bias = LAYERS[name]
-        weight = torch.randn(outputs, inputs, device="cuda") * inputs**-0.5
-        bias = torch.randn(outputs, device="cuda").to(torch.bfloat16) if has_bias else None
+    def ours(self, name: str) -> None:
+        """Time one layer in our ways."""
+        weight, bias = _random_layer(name)
         for way, element_bytes in OURS.items():
-            copies = min(40, -int(-COLD_BYTES // (element_bytes * outputs * inputs)))
+            copies = min(40, -int(-COLD_BYTES // (element_bytes * weight.numel())))
             made = make(way, self.setting, weight, bias, copies)
             made.weight = weight[:0]
             for rows in (rows for rows in ROWS if takes(way, rows, self.setting)):
                 self.time(name, way, made, rows)
             del made
+
+    def theirs(self, name: str) -> None:
+        """Compare and time one layer in humming's ways."""
+        import torch
+
+        from tailrace.kernels.linear.int4 import quantize_groups
+
+        weight, bias = _random_layer(name)
         held = quantize_groups(weight, GROUP)
-        x = torch.randn(max(ROWS), inputs, device="cuda").to(torch.bfloat16)
+        x = torch.randn(max(ROWS), weight.shape[1], device="cuda").to(torch.bfloat16)
         truth = x.double() @ held.dequantize().double().t()
         if bias is not None:
             truth += bias.double()
@@ -351,7 +353,6 @@ class Bench:
                 self.way(name, way, Layer.of(way, held, bias), x, truth)
             except Exception as error:  # noqa: BLE001 - one way's failure is a result
                 self.wrong.append(f"{name} {way.name}: {_line(error)}")
-        print(f"{name} measured", flush=True)
 
     def way(self, name: str, way: Way, layer: Layer, x: torch.Tensor, truth: torch.Tensor) -> None:
         """Compare and time one way of humming."""
@@ -391,6 +392,15 @@ class Bench:
         entry["tflops"] = 2e-12 * rows * outputs * inputs / seconds
         entry["weight_bytes"] = made.weight_bytes
         self.found.append(entry | (more or {}))
+
+
+def _random_layer(name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a weight, float32 [N, K], and its bias."""
+    import torch
+
+    outputs, inputs, has_bias = LAYERS[name]
+    weight = torch.randn(outputs, inputs, device="cuda") * inputs**-0.5
+    return weight, torch.randn(outputs, device="cuda").to(torch.bfloat16) if has_bias else None
 
 
 def poisoned(layer: Layer, launch: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -463,16 +473,19 @@ def main() -> None:
 
     torch.manual_seed(0)
     print(f"humming {humming.__version__}, {choose_compiler()}", flush=True)
-    # TF32 would blunt no product here: rows are bfloat16, and the truth is float64.
     with torch.inference_mode():
         bench = Bench(setting_of("cuda"), compile_all(arguments.compile_s), [], [])
-        for name in LAYERS:
-            bench.layer(name)
-    result = {
-        "humming": humming.__version__, "torch": torch.__version__, "found": bench.found,
-        "wrong": bench.wrong,
-    }  # fmt: skip
-    (arguments.out / "gpu_humming.json").write_text(json.dumps(result))
+        # Ours first: a kernel that faults leaves a device on which nothing more runs.
+        for part in (bench.ours, bench.theirs):
+            for name in LAYERS:
+                try:
+                    part(name)
+                except Exception as error:  # noqa: BLE001 - the table is printed all the same
+                    bench.wrong.append(f"{name}, {part.__name__}: {_line(error)}")
+                result = {"humming": humming.__version__, "torch": torch.__version__}
+                result |= {"found": bench.found, "wrong": bench.wrong}
+                (arguments.out / "gpu_humming.json").write_text(json.dumps(result))
+                print(f"{name}, {part.__name__}: measured", flush=True)
     print(f"{len(bench.wrong)} missing:", *bench.wrong, sep="\n  ")
     print_rows(bench.found)
     where = torch.cuda.get_device_name()
