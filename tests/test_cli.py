@@ -13,6 +13,8 @@ from tailrace.bench.traffic.workload import Workload, build
 from tailrace.config import EngineConfig, ServerConfig
 from tailrace.kernels.plan import Key, Plan, choose, write
 
+PACKAGE = str(Path(cli.__file__).parents[1])
+
 
 def run(
     *arguments: str, cwd: Path | None = None, cache: Path | None = None
@@ -25,7 +27,8 @@ def run(
         check=False,
         timeout=120,
         cwd=cwd,
-        env={"COLUMNS": "200", "NO_COLOR": "1", "PATH": "", **known},
+        # The same code as this process runs, in a worktree too; nothing else of its environment.
+        env={"COLUMNS": "200", "NO_COLOR": "1", "PATH": "", "PYTHONPATH": PACKAGE, **known},
     )
 
 
