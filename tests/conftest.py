@@ -1,10 +1,13 @@
-"""What must be set before any test imports the package."""
+"""What must be set before any test imports the package, and the order of the tests."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tests.support.interpreter import quicken
 
 if TYPE_CHECKING:
     import pytest
@@ -13,14 +16,19 @@ if TYPE_CHECKING:
 # torch would cost every run of a test that needs none the import.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-# Several workers share the cores: one that waits for its threads by spinning takes another's.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Tests and the servers that they start share the cores: threads that wait by spinning would take
+# most of them.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let workers begin with the files that take long, so that none is left alone at the end."""
     if hasattr(config, "workerinput"):
-        slow = {item.path for item in items if item.get_closest_marker("slow")}
-        items.sort(key=lambda item: item.path not in slow)
+        marks = ("slow", "e2e")
+        long = {item.path for item in items if any(map(item.get_closest_marker, marks))}
+        items.sort(key=lambda item: item.path not in long)
+
+
+def pytest_collection_finish() -> None:
+    if "triton.runtime.interpreter" in sys.modules:
+        quicken()

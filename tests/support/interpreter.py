@@ -6,12 +6,13 @@ make 384 of NaN. torch's are right: to the nearest, ties to even, NaN stays.
 
 from __future__ import annotations
 
-import numpy as np
-import torch
+import inspect
 
 
 def exact_float8(monkeypatch):
     """Give the interpreter torch's conversions from and to float8 (e4m3)."""
+    import numpy as np  # noqa: PLC0415 - conftest.py imports this file for every test
+    import torch  # noqa: PLC0415 - as above
     from triton import language as tl  # noqa: PLC0415 - where Triton is not installed
     from triton.runtime import interpreter  # noqa: PLC0415 - as above
 
@@ -36,3 +37,25 @@ def exact_float8(monkeypatch):
         return as_bytes.reshape(np.shape(values))
 
     monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+def quicken():
+    """Let a launch look up once what the interpreter looks up among all names each time."""
+    from triton import language as tl  # noqa: PLC0415 - where Triton is not installed
+    from triton.runtime import interpreter  # noqa: PLC0415 - as above
+
+    names: dict[int, list[str]] = {}
+
+    def patch(package, builder, scope):
+        known = names.get(id(package))
+        if known is None:
+            found = inspect.getmembers(package)
+            known = [name for name, member in found if tl.core.is_builtin(member)]
+            names[id(package)] = known
+        for name in known:
+            # Another launch further out may have patched it: that one is no builtin now.
+            member = getattr(package, name)
+            if tl.core.is_builtin(member):
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch
