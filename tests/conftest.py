@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pytest
 
 from tests.support.interpreter import quicken
-
-if TYPE_CHECKING:
-    import pytest
 
 # Triton reads it when a kernel is declared: without a GPU, kernels run in its interpreter. Asking
 # torch would cost every run of a test that needs none the import.
@@ -32,3 +30,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     if "triton.runtime.interpreter" in sys.modules:
         quicken()
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(tmp_path_factory) -> Path:
+    """The embedded model, converted by this code and not by what the user ran before."""
+    from tailrace.models import gguf  # noqa: PLC0415 - few tests want it
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TAILRACE_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        return gguf.resolve("smollm2")

@@ -37,10 +37,8 @@ BOUNDS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TAILRACE_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        return gguf.resolve("smollm2")
+def folder(smollm2_folder):
+    return smollm2_folder
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from tailrace.bench.corpus import python_text
 from tailrace.config import EngineConfig
 from tailrace.engine.accuracy import Bound, check_accuracy
 from tailrace.kernels.select import select
-from tailrace.models import gguf
 from tailrace.models.awq_export import export_awq
 from tailrace.models.loader import load_model
 from tailrace.text.tokenizer import Tokenizer
@@ -45,10 +44,8 @@ POSITIONS = 400
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TAILRACE_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        return gguf.resolve("smollm2")
+def source(smollm2_folder):
+    return smollm2_folder
 
 
 @pytest.fixture(scope="module")
