@@ -241,7 +241,7 @@ def running(**fields) -> Iterator[MockServer]:
     finally:
         asyncio.run_coroutine_threadsafe(_end(server), loop).result(10)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(120)
         loop.close()
 
 

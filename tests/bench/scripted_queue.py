@@ -134,7 +134,7 @@ def serving(script: Script) -> Iterator[str]:
             yield process.stdout.readline().split()[-1]
         finally:
             process.terminate()
-            process.wait(10)
+            process.wait(120)
 
 
 async def _serve(options: argparse.Namespace) -> None:

@@ -32,7 +32,7 @@ def test_lines_are_printed_where_there_is_no_terminal_until_it_is_left():
     before = threading.active_count()
     with drawing(Lines(), force_terminal=False) as drawn:
         assert not drawn.is_live
-        assert enough.wait(10)
+        assert enough.wait(120)
     assert threading.active_count() == before
 
 

@@ -211,4 +211,4 @@ def test_tls_is_verified(send, tls_server):
     (misnamed,) = send(port, shots([0.0]), host="example.org", ca_file=certificate)
     assert misnamed.status == "connect"
     assert "certificate" in misnamed.error
-    thread.join(10)
+    thread.join(120)

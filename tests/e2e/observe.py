@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from tailrace.bench.launch import LocalServer
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 POLL_S = 0.02
 
 
@@ -27,7 +27,7 @@ def wait_until(holds: Callable[[], object], what: str, deadline_s: float = DEADL
 
 
 def health(url: str) -> dict[str, Any]:
-    return httpx.get(f"{url}/health", timeout=30).json()
+    return httpx.get(f"{url}/health", timeout=120).json()
 
 
 def load(url: str) -> tuple[int, int]:
@@ -48,7 +48,7 @@ def assert_baseline(server: LocalServer) -> None:
     wait_idle(server.url)
 
     def is_clean() -> bool:
-        report = httpx.get(f"{server.url}/debug/kv", timeout=30).json()
+        report = httpx.get(f"{server.url}/debug/kv", timeout=120).json()
         assert report["fault"] == ""
         is_free = report["free_blocks"] == report["total_blocks"]
         return is_free and not report["tables"] and report["reserved_blocks"] == 0
@@ -58,7 +58,7 @@ def assert_baseline(server: LocalServer) -> None:
 
 def metric(url: str, name: str) -> float:
     """The sum of a family's samples in /metrics; the family must be there."""
-    lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
+    lines = httpx.get(f"{url}/metrics", timeout=120).text.splitlines()
     samples = [line for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
     values = [sample.rsplit(" ", 1)[1] for sample in samples]
     assert values, f"/metrics has no {name}"
@@ -66,7 +66,7 @@ def metric(url: str, name: str) -> float:
 
 
 def ready_status(url: str) -> int:
-    return httpx.get(f"{url}/ready", timeout=30).status_code
+    return httpx.get(f"{url}/ready", timeout=120).status_code
 
 
 def events(lines: Iterable[str]) -> Iterator[Any]:

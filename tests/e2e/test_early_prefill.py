@@ -79,7 +79,7 @@ def shown(status: int, answer: dict) -> tuple:
 
 
 def holds_early_kv(server: LocalServer) -> bool:
-    tables = httpx.get(f"{server.url}/debug/kv", timeout=30).json()["tables"]
+    tables = httpx.get(f"{server.url}/debug/kv", timeout=120).json()["tables"]
     return any(table["held"] > 8 for table in tables)
 
 

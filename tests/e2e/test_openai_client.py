@@ -241,7 +241,7 @@ def test_ignore_eos_min_tokens_and_stop_token_ids(client, model):
 
 
 def test_logit_bias_forces_a_token(client, model, server):
-    word = httpx.post(f"{server.url}/tokenize", json={"prompt": " blue"}, timeout=30).json()
+    word = httpx.post(f"{server.url}/tokenize", json={"prompt": " blue"}, timeout=120).json()
     (token_id,) = word["tokens"]
     answer = client.completions.create(
         model=model, prompt=STORY, max_tokens=4, temperature=0, logit_bias={str(token_id): 100}
@@ -303,7 +303,7 @@ def test_unknown_routes_and_methods_are_errors_in_openais_shape(server):
         ("GET", "/v1/nothing", 404),
         ("GET", "/v1/chat/completions", 405),
     ):
-        answer = httpx.request(method, server.url + path, timeout=30)
+        answer = httpx.request(method, server.url + path, timeout=120)
         assert answer.status_code == status
         assert answer.json()["error"]["message"]
 
@@ -318,13 +318,13 @@ def test_an_api_key_is_asked_for_and_browsers_of_named_origins_are_let_in(tiny_s
             answer = client.completions.create(model=name, prompt="a", max_tokens=3)
             assert answer.usage.completion_tokens <= 3
         asked = {"origin": "https://app.example", "access-control-request-method": "POST"}
-        preflight = httpx.options(f"{server.url}/v1/completions", headers=asked, timeout=30)
+        preflight = httpx.options(f"{server.url}/v1/completions", headers=asked, timeout=120)
         assert preflight.is_success
         assert preflight.headers["access-control-allow-origin"] == "https://app.example"
         other = httpx.options(
             f"{server.url}/v1/completions",
             headers=asked | {"origin": "https://evil.example"},
-            timeout=30,
+            timeout=120,
         )
         assert "access-control-allow-origin" not in other.headers
 

@@ -26,7 +26,7 @@ from tailrace.types import (
 from tests.engine.test_engine import CONTEXT, request
 from tests.support.fake_runner import VOCAB, FakeRunner
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 class House:

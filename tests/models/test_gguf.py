@@ -64,7 +64,7 @@ def test_starts_at_the_same_time_convert_once(tmp_path, monkeypatch):
         real(path, folder)
 
     def start():
-        barrier.wait(timeout=30)
+        barrier.wait(timeout=120)
         folders.append(gguf.resolve(str(file)))
 
     monkeypatch.setattr(gguf_convert, "convert", counted)

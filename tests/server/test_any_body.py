@@ -74,7 +74,7 @@ def test_any_body_is_answered_or_refused(text, path, data):
     async def main():
         request = HandMadeRequest(body)
         try:
-            await asyncio.wait_for({**OPENAI, **GENERATE}["POST", path](services, request), 10)
+            await asyncio.wait_for({**OPENAI, **GENERATE}["POST", path](services, request), 120)
         except RequestError as error:
             return error.status, error.message
         return request.status, b"".join(request.sent)

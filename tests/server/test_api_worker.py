@@ -16,7 +16,7 @@ from tailrace.server.api_worker import StopRequests
 from tailrace.server.front_ends import WORKER
 from tailrace.server.orders import Drain, Start
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 @pytest.mark.parametrize(

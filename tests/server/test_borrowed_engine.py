@@ -10,7 +10,7 @@ from tailrace.server.orders import EngineUp
 
 
 def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 30))
+    return asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
 def test_each_life_is_lent_until_it_ends():

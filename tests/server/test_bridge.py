@@ -19,7 +19,7 @@ from tailrace.server.supervisor import Launcher
 from tailrace.types import EngineRequest, SamplingParams
 
 WORKER = Path(__file__).with_name("fake_worker.py")
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 @pytest.fixture(autouse=True)

@@ -98,7 +98,7 @@ def served(text, path, parts):
 
     async def main():
         try:
-            await asyncio.wait_for(ROUTES["POST", path](services, InParts(parts)), 20)
+            await asyncio.wait_for(ROUTES["POST", path](services, InParts(parts)), 120)
         except RequestError as error:
             return error.status, error.param, error.message
         return [(r.token_ids, r.cache_salt) for r in services.engine.requests]

@@ -34,7 +34,7 @@ def piece(index, text, tokens=1):
 
 
 def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 10))
+    return asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
 def test_pieces_for_a_free_client_are_events_of_their_own():

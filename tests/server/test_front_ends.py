@@ -268,7 +268,7 @@ def test_front_ends_that_never_come_up_are_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(front_ends_module, "FIRST_BACKOFF_S", 0.001)
     failing = fronts(tmp_path, "print('a stray word'); raise SystemExit(3)", workers=1)
     with pytest.raises(ExceptionGroup) as caught:
-        asyncio.run(asyncio.wait_for(failing.run(NoBridge()), 60))
+        asyncio.run(asyncio.wait_for(failing.run(NoBridge()), 120))
     (error,) = caught.value.exceptions
     assert isinstance(error, EngineError)
     assert f"front end 0 ended {MAX_FAILED_STARTS} times" in str(error)
@@ -285,10 +285,10 @@ def test_those_that_drain_are_not_started_again(tmp_path):
         while len(watched._alive) < 2:  # noqa: ASYNC110 -- nothing tells of it
             await asyncio.sleep(0.01)
         watched.drain()
-        await asyncio.wait_for(running, 30)
+        await asyncio.wait_for(running, 120)
         assert watched.restarts == 0
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 @pytest.mark.parametrize("workers", [0, 65, -1])

@@ -58,7 +58,7 @@ async def collect(generation):
 
 
 def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 20))
+    return asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
 def texts_by_choice(pieces):

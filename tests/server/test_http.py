@@ -51,7 +51,7 @@ class Exchange:
 
 
 def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 20))
+    return asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
 def test_json_goes_out_with_its_length_and_the_requests_id():

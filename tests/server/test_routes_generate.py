@@ -21,7 +21,7 @@ def call(tiny_folder):
         async def main():
             services = make_services(tiny_folder, scripts, config)
             request = HandMadeRequest(body)
-            await asyncio.wait_for(GENERATE(services, request), 20)
+            await asyncio.wait_for(GENERATE(services, request), 120)
             return request, services
 
         return asyncio.run(main())

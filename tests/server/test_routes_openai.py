@@ -18,7 +18,7 @@ HI = [{"role": "user", "content": "Hi"}]
 
 
 def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 20))
+    return asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
 @pytest.fixture

@@ -271,7 +271,7 @@ def test_a_grammar_that_takes_too_long_is_refused(monkeypatch, held):
 def test_a_grammar_behind_others_is_not_blamed_for_them(monkeypatch, held):
     monkeypatch.setattr(structured, "COMPILE_TIMEOUT_S", 0.05)
     held.compile_soon(regex("slow"))
-    assert held.begun.wait(20)
+    assert held.begun.wait(120)
     with pytest.raises(RequestError, match="others took the compiler") as caught:
         asyncio.run(compiled(regex("b"), held, "guided_regex"))
     error = caught.value
@@ -281,7 +281,7 @@ def test_a_grammar_behind_others_is_not_blamed_for_them(monkeypatch, held):
 
 def test_a_grammar_that_is_compiled_already_waits_for_no_other(monkeypatch, held):
     held.compile_soon(regex("slow"))
-    assert held.begun.wait(20)
+    assert held.begun.wait(120)
     assert held.compile_soon(regex("a")).done()
     monkeypatch.setattr(structured, "MAX_COMPILING", 1)
     assert asyncio.run(compiled(regex("a"), held, "guided_regex")) == regex("a")

@@ -15,7 +15,7 @@ from tailrace.server.supervisor import Launcher
 
 
 def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 30))
+    return asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
 def script(text):

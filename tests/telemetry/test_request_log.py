@@ -123,12 +123,12 @@ def test_a_burst_beyond_the_queue_is_dropped_not_waited_for(monkeypatch, tmp_pat
 
     def slow_open():
         is_opening.set()
-        may_open.wait(20)
+        may_open.wait(120)
         return really_open()
 
     log._open = slow_open
     log.write(record("first"))
-    assert is_opening.wait(20)
+    assert is_opening.wait(120)
     for number in range(5):
         log.write(record(f"r{number}"))
     assert log.dropped_total == 2
@@ -162,12 +162,12 @@ def test_a_file_that_takes_nothing_does_not_hold_up_the_end(monkeypatch, tmp_pat
 
     log._open = slow_open
     log.write(record("first"))
-    assert is_opening.wait(20)
+    assert is_opening.wait(120)
     for number in range(waiting):
         log.write(record(f"r{number}"))
     closing = threading.Thread(target=log.close, daemon=True)
     closing.start()
-    closing.join(20)
+    closing.join(120)
     is_closed = not closing.is_alive()
     may_open.set()
     assert is_closed

@@ -48,7 +48,7 @@ def environment_of(pid: int) -> list[bytes]:
 
 
 async def until(holds) -> None:
-    end_s = time.monotonic() + 30
+    end_s = time.monotonic() + 120
     while not holds():
         assert time.monotonic() < end_s
         await asyncio.sleep(0.02)
