@@ -84,9 +84,11 @@ def truth_of(work: Work, model: str) -> dict[str, list[float]]:
     }
 
 
-async def measure(url: str, model: str, work: Work, folder, helper=None) -> Run:
+async def measure(
+    url: str, model: str, work: Work, folder, helper=None, max_lag_s: float = MAX_LAG_S
+) -> Run:
     server = Server(await resolve(url), Target(model, None, ""))
-    options = TrialOptions(max_lag_s=MAX_LAG_S, timeout_s=60.0, processes=1)
+    options = TrialOptions(max_lag_s=max_lag_s, timeout_s=60.0, processes=1)
     helping = asyncio.create_task(helper()) if helper else None
     try:
         return await run_trial(server, work, folder, options, stop=asyncio.Event())
@@ -111,18 +113,21 @@ def test_percentiles_are_recovered(tmp_path):
     work = work_of(11.4, 10.0, seed=7000)
 
     async def go(url):
-        # The machine may be disturbed for a moment; a valid run is what the bound is about.
-        for attempt in range(2):
-            found = await measure(url, FAST, work, tmp_path / str(attempt))
-            if found.verdict.is_valid:
+        # The machine may be disturbed for a moment; a valid run is what the bound is about, of a
+        # client and a server that were not later than it.
+        for attempt in range(3):
+            found = await measure(url, FAST, work, tmp_path / str(attempt), max_lag_s=ERROR_S)
+            log = json.loads((await fetch(await resolve(url), "GET", "/log", timeout_s=120)).body)
+            log = log[-len(work.prompts) :]
+            if found.verdict.is_valid and lateness_s(log) < ERROR_S:
                 break
-        log = json.loads((await fetch(await resolve(url), "GET", "/log", timeout_s=10)).body)
-        return found, log[-len(work.prompts) :]
+        return found, log
 
     with serving(SCRIPT) as url:
         found, log = asyncio.run(go(url))
-    if not found.verdict.is_valid:
-        pytest.skip(f"this machine is too busy: {found.verdict.reasons}")
+    if not found.verdict.is_valid or lateness_s(log) >= ERROR_S:
+        late = f"the script was late by {lateness_s(log):.3f} s"
+        pytest.skip(f"this machine is too busy: {late}, {found.verdict.reasons}")
     assert found.stats.completed == len(work.prompts)
     truth = truth_of(work, FAST)
     assert truth["ttft"][-1] > 4 * truth["ttft"][0]
@@ -135,6 +140,12 @@ def test_percentiles_are_recovered(tmp_path):
                 percent,
             )
     _agrees_with_the_servers_own_log(found, log)
+
+
+def lateness_s(log: list[dict]) -> float:
+    """Return by how much the server wrote what was due too late, for the latest in a hundred."""
+    pairs = [zip(entry["due_s"], entry["written_s"], strict=True) for entry in log]
+    return percentile(sorted(written - due for pair in pairs for due, written in pair), 99)
 
 
 def _agrees_with_the_servers_own_log(found: Run, log: list[dict]) -> None:

@@ -33,7 +33,7 @@ input_tokens = "12"
 output_tokens = "5"
 
 [limits]
-p95_ttft = 0.2
+p95_ttft = 0.5
 
 [steady]
 rates = [{rate}]
@@ -47,7 +47,7 @@ command = "{{PYTHON}} {{MOCK}} --host {{host}} --port {{port}} --ttft 0.02 {extr
 [[engine]]
 name = "slow"
 kind = "openai"
-command = "{{PYTHON}} {{MOCK}} --host {{host}} --port {{port}} --ttft 0.5"
+command = "{{PYTHON}} {{MOCK}} --host {{host}} --port {{port}} --ttft 1.0"
 """
 
 
