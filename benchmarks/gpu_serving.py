@@ -88,7 +88,9 @@ class Cell:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--peer", choices=("vllm", "sglang", "none"), default="none")
+    # Another Tailrace: an earlier commit, or other settings.
+    peers = ("vllm", "sglang", "tailrace", "none")
+    parser.add_argument("--peer", choices=peers, default="none")
     parser.add_argument("--peer-command", default="", help="With {port}; must use dummy weights.")
     parser.add_argument("--gpu", default="0", help="Empty: the CPU, to try the script itself.")
     parser.add_argument("--arguments", default="", help="Added to `tailrace serve`.")
@@ -118,7 +120,7 @@ def specs(arguments: argparse.Namespace) -> list[EngineSpec]:
     if arguments.peer != "none":
         found.append(
             EngineSpec(
-                name=arguments.peer,
+                name="other" if arguments.peer == "tailrace" else arguments.peer,
                 kind=arguments.peer,
                 command=tuple(shlex.split(arguments.peer_command)),
                 prefix_cache=cache,
