@@ -196,10 +196,12 @@ asyncio.run(go())
 """
 
 
-def test_no_process_outlives_its_parent():
+def test_no_process_outlives_its_parent_and_none_complains():
     with running(script=lambda _: Behaviour(fault="silent")) as server:
         parent = subprocess.Popen(  # our own program
-            [sys.executable, "-c", ORPHANS, server.url], stdout=subprocess.PIPE
+            [sys.executable, "-c", ORPHANS, server.url],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2
@@ -210,6 +212,8 @@ def test_no_process_outlives_its_parent():
         while any(map(is_running, pids)) and time.monotonic() < deadline_s:
             time.sleep(0.05)
         assert not any(map(is_running, pids))
+        assert parent.stderr.read() == b""
+        parent.stderr.close()
 
 
 def is_running(pid: int) -> bool:

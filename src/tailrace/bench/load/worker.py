@@ -92,8 +92,10 @@ class _Worker:
         self._tell(Pulse(state.sent, state.in_flight, state.chunks, lags_s))
 
     def _tell(self, message: ToParent) -> None:
-        # The transport buffers: a slow parent never holds a request back.
-        self._reports.write(pack(message))
+        # The transport buffers: a slow parent never holds a request back. Where the parent is gone
+        # it is closed, and the end of the orders is what stops the load.
+        if not self._reports.is_closing():
+            self._reports.write(pack(message))
 
 
 async def _main(orders: BinaryIO, reports: BinaryIO) -> None:
