@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+import structlog
 import torch
 
 from tailrace.errors import ConfigError
@@ -115,6 +116,35 @@ def test_a_plan_of_other_versions_is_measured_anew():
     _, again, calls = start("auto")
     assert calls == 7
     assert read(file_here()) == again == plan
+
+
+def test_a_cache_that_cannot_be_written_costs_the_next_start_its_time_and_no_more(
+    monkeypatch, tmp_path
+):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("TAILRACE_CACHE_DIR", str(tmp_path / "file"))
+    for _ in range(2):
+        with structlog.testing.capture_logs() as logs:
+            kernels, plan, calls = start("auto")
+        assert calls == 7
+        assert kernels.prefill_rows[0][1].words == plan.choices[0].winner
+        assert "plan_not_kept" in [entry["event"] for entry in logs]
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"format": 1}', b""])
+def test_a_damaged_plan_is_left_alone_and_auto_serves_without_it(content, tmp_path):
+    file_here().parent.mkdir(parents=True)
+    file_here().write_bytes(content)
+    with structlog.testing.capture_logs() as logs:
+        kernels, plan, calls = start("auto")
+    assert (calls, len(plan.choices)) == (7, 3)
+    assert kernels.prefill_rows[0][1].words == plan.choices[0].winner
+    assert {"plan_not_read", "plan_not_kept"} <= {entry["event"] for entry in logs}
+    assert file_here().read_bytes() == content
+    file = tmp_path / "given.json"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=str(file)):
+        start(file)
 
 
 def stale(plan):

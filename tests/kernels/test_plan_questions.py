@@ -96,10 +96,30 @@ def test_a_candidate_may_err_as_the_default_does():
     assert found.winner == "other"
 
 
-def test_a_default_that_fails_is_an_error():
-    bench = Bench({})
-    with pytest.raises(RuntimeError, match="no"):
-        measure([question(usual=RuntimeError("no"))], bench.timer, bench.clock, 100.0)
+@pytest.mark.parametrize(
+    ("result", "why"),
+    [
+        (RuntimeError("no"), r"op, small: the default kernel \(usual\) fails \(RuntimeError: no\)"),
+        (TRUTH * float("nan"), r"default kernel \(usual\) gives numbers that are not finite"),
+        (TRUTH * float("inf"), r"default kernel \(usual\) gives numbers that are not finite"),
+    ],
+    ids=["raises", "nan", "inf"],
+)
+def test_a_default_that_fails_is_an_error_and_nothing_wins_over_it(result, why):
+    bench = Bench({"wrong": 1.0})
+    asked = question(usual=result, wrong=TRUTH * float("nan"))
+    with pytest.raises(ConfigError, match=why):
+        measure([asked], bench.timer, bench.clock, 100.0)
+    assert bench.timed == []
+
+
+def test_a_layer_of_zeros_is_served_by_what_gives_zeros():
+    bench = Bench({"usual": 2.0, "zeros": 1.0, "ones": 0.5})
+    results = (torch.zeros(2), torch.zeros(2), torch.ones(2))
+    works = {n: Work(n, result) for n, result in zip(bench.seconds, results, strict=True)}
+    asked = Question("op", "small", "usual", works, lambda: torch.zeros(2))
+    (found,) = measure([asked], bench.timer, bench.clock, 100.0)
+    assert found.winner == "zeros"
 
 
 def test_past_the_bound_no_candidate_is_begun_and_half_an_answer_is_none():

@@ -101,6 +101,10 @@ def test_foreign_rope_factors_are_refused(make, factors):
         ({"llama.rope.freq_base": -1.0}, "freq_base must be a number above 0"),
         ({"llama.rope.dimension_count": 8}, "dimension_count is 8, must be the head dimension 16"),
         ({"llama.attention.value_length": 8}, "value_length is 8, must be"),
+        ({"tokenizer.ggml.eot_token_id": 10**9}, "eot_token_id 1000000000 is not one of the"),
+        ({"tokenizer.ggml.eom_token_id": "<eom>"}, "eom_token_id '<eom>' is not one of the"),
+        ({"tokenizer.ggml.eot_token_id": [1, 2]}, r"eot_token_id \[1, 2\] is not one of the"),
+        ({"tokenizer.ggml.eom_token_id": True}, "eom_token_id True is not one of the"),
     ],
 )
 def test_what_cannot_be_served_is_named(make, metadata, message):

@@ -266,6 +266,10 @@ BAD_FILES = {
     ),
     "partial block": (header(body=entry(dims=(33,), kind=2) + DATA), "33 values do not divide"),
     "type": (header(body=entry(kind=4242) + DATA), "tensor w has type number 4242"),
+    "overlap": (
+        header(tensors=2, body=entry(b"a", (128,)) + entry(b"b", (128,)) + bytes(576)),
+        "tensors claim 1024 bytes, and 5.. follow the header: they overlap",
+    ),
     "tensor twice": (header(tensors=2, body=entry() * 2 + DATA), "tensor w appears twice"),
 }
 

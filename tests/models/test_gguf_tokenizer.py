@@ -151,6 +151,7 @@ def test_a_file_without_template_gives_none(build):
         ({"ggml__merges": ["x y"]}, r"tokenizer\.ggml\.merges: .*Token `xy` out of vocabulary"),
         ({"ggml__bos_token_id": 260}, "bos_token_id 260 is not one of the 260 tokens"),
         ({"ggml__eos_token_id": "x"}, "eos_token_id 'x' is not one of"),
+        ({"ggml__eot_token_id": 10**9}, "eot_token_id 1000000000 is not one of"),
         ({"ggml__add_bos_token": 1}, "add_bos_token must be true or false"),
         (
             {"ggml__add_bos_token": True, "ggml__bos_token_id": None},

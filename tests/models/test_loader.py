@@ -1,4 +1,6 @@
 import json
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from tailrace.errors import ModelError
 from tailrace.kernels.select import select
+from tailrace.models.builder import Builder
 from tailrace.models.loader import load_model
 from tests.models.paged import PagedRun
 from tests.support.tiny import make_tiny_checkpoint, write_json
@@ -127,3 +130,33 @@ def test_unknown_options_are_named(folder):
         load(folder, "int3")
     with pytest.raises(ModelError, match="load format 'npz' must be auto or dummy"):
         load(folder, load_format="npz")
+
+
+@pytest.mark.parametrize(("device", "most"), [("cpu", 9), ("cuda", 4)])
+def test_few_layers_are_packed_at_once_on_a_gpu(monkeypatch, device, most):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 9)
+    here, too_many = threading.Semaphore(most), []
+    all_here = threading.Barrier(most)
+
+    def build(place):
+        if not here.acquire(blocking=False):
+            too_many.append(place)
+        all_here.wait(timeout=20)  # no fewer, either
+        here.release()
+        return place
+
+    kernels = SimpleNamespace(device=torch.device(device))
+    builder = Builder(SimpleNamespace(num_layers=2 * most), None, kernels, "float16")
+    assert builder.layers(build) == [f"model.layers.{index}" for index in range(2 * most)]
+    assert too_many == []
+
+
+def test_a_gpu_without_memory_for_weights_is_told_so(monkeypatch, folder):
+    kernels = select("torch", 1)
+
+    def pack(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+
+    monkeypatch.setattr(Builder, "linear", pack)
+    with pytest.raises(ModelError, match=r"no memory for its weights.*Tried to allocate 2 GiB\)"):
+        load_model(folder, dtype="float32", kernels=kernels)

@@ -1,8 +1,8 @@
 """The plan of a GPU and a model: found, measured where it is missing, applied before graphs.
 
 `--plan off` asks nothing. `auto` takes the plan that was measured here; what it lacks is measured
-within `BOUND_S` and added, and a plan of other versions is measured anew. A FILE is taken as it is,
-or refused.
+within `BOUND_S` and added, and a plan of other versions is measured anew; what cannot be read or
+kept costs a warning and that time, never the start. A FILE is taken as it is, or refused.
 """
 
 from __future__ import annotations
@@ -168,20 +168,26 @@ def complete(
     choices = measure(missing, timer, clock, bound_s)
     if choices:
         plan = plan.with_choices(choices)
-        write(plan, file)
+        try:
+            write(plan, file)
+        except (ConfigError, OSError) as error:  # it serves all the same, this once
+            log.warning("plan_not_kept", reason=str(error))
         log.info("plan_measured", choices=len(choices), seconds=round(clock() - begun_s, 2))
     return plan
 
 
 def known(file: Path, key: Key) -> Plan:
-    """Return the file's plan, or an empty one where it is missing or of other versions.
+    """Return the file's plan, or an empty one where it is missing, damaged or of other versions.
 
     Raises:
-        ConfigError: The file is no plan, or a pinned one of other versions.
+        ConfigError: The file is a pinned plan of other versions.
     """
-    if not file.exists():
+    try:
+        plan = read(file)
+    except ConfigError as error:
+        if not isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+            log.warning("plan_not_read", reason=str(error), remedy=f"remove {file}")
         return Plan(key, ())
-    plan = read(file)
     try:
         require(plan, key, file)
     except ConfigError as error:

@@ -12,6 +12,7 @@ one's compilation may overrun it; what was not reached keeps its default until i
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -96,7 +97,8 @@ def _answer(
     """Return the choice, or None where time ran out before all candidates were timed."""
     truth = question.reference()
     usual = question.candidates[question.default]
-    allowed = max(_STRAY * _error(usual(), truth), _ROUNDING)
+    _, error = _of_default(question, truth)
+    allowed = max(_STRAY * error, _ROUNDING)
     seconds, refused = {question.default: timer(usual)}, {}
     for name, work in question.candidates.items():
         if name == question.default:
@@ -116,9 +118,29 @@ def _answer(
     return choose(question.operation, question.sizes, question.default, seconds, refused)
 
 
+def _of_default(question: Question, truth: Tensor) -> tuple[Tensor, float]:
+    """Return the default's result and its error, which is finite.
+
+    Raises:
+        ConfigError: It fails: there is nothing to hold others to, and nothing would serve.
+    """
+    at = f"plan: {question.operation}, {question.sizes}: the default kernel ({question.default})"
+    then = "it cannot serve this model here; report it with the GPU's name and torch's version"
+    try:
+        found = question.candidates[question.default]()
+        error = _error(found, truth)
+    except Exception as failure:  # as of candidates; but without this one nothing serves
+        reason = f"{type(failure).__name__}: {failure}"[:300]
+        raise ConfigError(f"{at} fails ({reason}): {then}") from failure
+    if not error < math.inf:
+        raise ConfigError(f"{at} gives numbers that are not finite: {then}")
+    return found, error
+
+
 def _error(found: Tensor, truth: Tensor) -> float:
     """Return |found - truth| / |truth|; infinite where found is not finite."""
-    error = float((found.double() - truth.double()).norm() / truth.double().norm())
+    distance = (found.double() - truth.double()).norm()
+    error = float(distance / truth.double().norm()) if distance != 0.0 else 0.0
     return error if error == error else float("inf")  # noqa: PLR0124 - NaN is not itself
 
 

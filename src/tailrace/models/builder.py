@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from tailrace.models.weight_reader import TensorSource
 
 _FLOAT16_MAX = 65504.0
+_MOST_AT_ONCE = 4
+"""Layers packed on a GPU: of 70B's largest, 4-bit, each takes 1.4 GB meanwhile, or 3 of dummies."""
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -52,11 +54,16 @@ class Builder:
     def layers(self, build: Callable[[str], DecoderLayer]) -> list[DecoderLayer]:
         """Build every layer, several at once: packing uses one thread a matrix.
 
+        On a GPU the threads only hide what the host does, and each takes several times its layer's
+        memory while it packs: there they are few, however many cores there are.
+
         Args:
             build: Builds the layer whose tensors' names start with its argument.
         """
         places = [f"model.layers.{index}" for index in range(self.config.num_layers)]
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        is_gpu = self.kernels.device.type == "cuda"
+        threads = torch.get_num_threads()
+        with ThreadPoolExecutor(min(threads, _MOST_AT_ONCE) if is_gpu else threads) as pool:
             return list(pool.map(build, places))
 
     def rotary(self) -> Rotary:

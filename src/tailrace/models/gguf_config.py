@@ -127,15 +127,29 @@ def architecture(file: GgufFile) -> str:
 
 
 def special_ids(file: GgufFile) -> dict[str, Any]:
-    """Return bos_token_id, eos_token_id (a list where several end a turn) and pad_token_id."""
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    named = (file.metadata.get(f"tokenizer.ggml.{key}") for key in keys)
+    """Return bos_token_id, eos_token_id (a list where several end a turn) and pad_token_id.
+
+    Raises:
+        ModelError: One of them is no row of the embedding.
+    """
+    named = (_token_id(file, name) for name in ("eos", "eot", "eom"))
     eos = list(dict.fromkeys(token_id for token_id in named if token_id is not None))
     return {
-        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": _token_id(file, "bos"),
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-        "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
+        "pad_token_id": _token_id(file, "padding"),
     }
+
+
+def _token_id(file: GgufFile, name: str) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    token_id = file.metadata.get(key)
+    if token_id is None:
+        return None
+    rows = _vocab_size(file)
+    if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < rows:
+        raise ModelError(f"{file.path}: {key} {token_id!r} is not one of the {rows} tokens")
+    return token_id
 
 
 def hf_name(file: GgufFile, name: str) -> str:

@@ -120,6 +120,13 @@ class GgufFile:
             if entry.name in self.tensors:
                 raise ModelError(f"{self.path}: tensor {entry.name} appears twice")
             self.tensors[entry.name] = self._placed(entry, start, cursor.size)
+        # Those that share bytes would let a small file ask for any amount of disk and memory.
+        held = sum(tensor.nbytes for tensor in self.tensors.values())
+        if held > cursor.size - start:
+            raise ModelError(
+                f"{self.path}: its tensors claim {held} bytes, and {cursor.size - start} follow "
+                "the header: they overlap"
+            )
 
     def _alignment(self) -> int:
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)

@@ -207,15 +207,18 @@ def _pair(file: GgufFile, merge: str) -> tuple[str, str]:
 
 def _special_tokens(file: GgufFile, tokens: list[str]) -> dict[str, str]:
     found = {}
-    for name in ("bos", "eos", "unknown", "padding"):
+    for name in ("bos", "eos", "eot", "eom", "unknown", "padding"):
         token_id = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
         if token_id is None:
             continue
-        if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
+        is_number = isinstance(token_id, int) and not isinstance(token_id, bool)
+        if not is_number or not 0 <= token_id < len(tokens):
             raise ModelError(
                 f"{file.path}: tokenizer.ggml.{name}_token_id {token_id!r} is not one of the "
                 f"{len(tokens)} tokens"
             )
+        if name in {"eot", "eom"}:  # ends of a turn have no name in tokenizer_config.json
+            continue
         short = {"unknown": "unk", "padding": "pad"}.get(name, name)
         found[f"{short}_token"] = tokens[token_id]
     return found

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from tailrace.errors import ModelError
 from tailrace.models.builder import Builder
 from tailrace.models.checkpoint import Checkpoint, RandomTensors
@@ -15,8 +17,6 @@ from tailrace.models.registry import builder_of
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import torch
 
     from tailrace.kernels.kernels import Kernels, WeightDtype
     from tailrace.models.causal_lm import CausalLM
@@ -57,7 +57,8 @@ def load_model(
         seed: Of dummy weights.
 
     Raises:
-        ModelError: The checkpoint is not supported, or not whole; names what is wrong.
+        ModelError: The checkpoint is not supported, or not whole; names what is wrong. Or the GPU
+            has no memory for it.
     """
     if dtype not in _DTYPES:
         raise ModelError(f"dtype {dtype!r} must be one of {', '.join(_DTYPES)}")
@@ -68,7 +69,13 @@ def load_model(
         quantization = quantization.rounded()
     config = replace(config, quantization=quantization)
     builder = Builder(config, source, kernels, _DTYPES[dtype])
-    model = builder_of(config.architecture)(builder)
+    try:
+        model = builder_of(config.architecture)(builder)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"{folder}: the GPU has no memory for its weights, or for packing them "
+            f"({str(error).splitlines()[0]}); end what else runs there, or serve fewer bits"
+        ) from error
     # A tied checkpoint may carry the head as well; transformers ignores it there, too.
     source.finish((*_IGNORED, r"lm_head\.weight") if config.tie_word_embeddings else _IGNORED)
     return model
