@@ -1,0 +1,235 @@
+"""Products of int8 rows and an int8 weight in Triton, for prompts: exact sums, scaled once.
+
+    y[m, n] = (sum over k of x8[m, k] * w8[n, k]) * x_scale[m] * w_scale[n] + bias[n]
+
+The sum is int32, and exact: 127 * 127 * K stays below 2^31 up to K = 133,143. So a result depends
+on its own row and output alone, whatever the tiles.
+
+Persistent programs walk over the tiles of the result, in bands of rows so that those who run
+together share weights in the L2 cache. On Hopper tiles come through tensor descriptors, and the
+next tile's first loads are under way while a tile is scaled and stored (`flatten`); before Hopper
+they come through pointers, one program a tile.
+
+    x8 [M, K]  --- [BLOCK_M, BLOCK_K] --.
+                                        dot -> acc int32 [BLOCK_M, BLOCK_N] -> scaled -> out
+    w8 [N, K]  --- [BLOCK_N, BLOCK_K] --'       both with k along memory: what wgmma takes in int8
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tailrace.errors import EngineError
+from tailrace.kernels.attention_shapes import INTERPRETER
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tailrace.kernels.attention_shapes import Capability
+    from tailrace.kernels.linear.int8 import Int8Weight
+    from tailrace.kernels.linear.int8_rows import Int8Rows
+
+
+@triton.jit
+def _load(
+    source, low, begin, limit, K,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BY_DESCRIPTOR: tl.constexpr,
+):  # fmt: skip
+    """Return rows `low`.., columns `begin`.. of a matrix [limit, K]; beyond them lie zeros."""
+    if BY_DESCRIPTOR:
+        tile = source.load([low, begin])
+    else:
+        rows = low + tl.arange(0, BLOCK)
+        columns = begin + tl.arange(0, BLOCK_K)
+        tile = tl.load(
+            source + rows.to(tl.int64)[:, None] * K + columns[None, :],
+            mask=(rows < limit)[:, None] & (columns < K)[None, :],
+            other=0,
+        )
+    return tile
+
+
+@triton.jit(do_not_specialize=["num_rows", "programs"])
+def int8_kernel(
+    x,
+    w,
+    x_scale_ptr,
+    w_scale_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    N,
+    K,
+    programs,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BY_DESCRIPTOR: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    row_tiles = tl.cdiv(num_rows, BLOCK_M)
+    column_tiles = tl.cdiv(N, BLOCK_N)
+    steps = tl.cdiv(K, BLOCK_K)
+    tiles = row_tiles * column_tiles
+    for tile in tl.range(tl.program_id(0), tiles, programs, flatten=BY_DESCRIPTOR):
+        band = tile // (GROUP_M * column_tiles)
+        band_rows = min(row_tiles - band * GROUP_M, GROUP_M)
+        within = tile % (GROUP_M * column_tiles)
+        row = (band * GROUP_M + within % band_rows) * BLOCK_M
+        column = (within // band_rows) * BLOCK_N
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+        for step in tl.range(steps, num_stages=STAGES):
+            begin = step * BLOCK_K
+            x8 = _load(x, row, begin, num_rows, K, BLOCK_M, BLOCK_K, BY_DESCRIPTOR)
+            w8 = _load(w, column, begin, N, K, BLOCK_N, BLOCK_K, BY_DESCRIPTOR)
+            acc = tl.dot(x8, w8.T, acc, out_dtype=tl.int32)
+        rows = row + tl.arange(0, BLOCK_M)
+        outputs = column + tl.arange(0, BLOCK_N)
+        is_row = rows < num_rows
+        is_output = outputs < N
+        x_scale = tl.load(x_scale_ptr + rows, mask=is_row, other=0.0)
+        w_scale = tl.load(w_scale_ptr + outputs, mask=is_output, other=0.0)
+        y = acc.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + outputs, mask=is_output, other=0.0)
+            y += bias.to(tl.float32)[None, :]
+        tl.store(
+            out_ptr + rows.to(tl.int64)[:, None] * N + outputs[None, :],
+            y.to(out_ptr.dtype.element_ty),
+            mask=is_row[:, None] & is_output[None, :],
+        )
+
+
+@dataclass(frozen=True)
+class Int8Shape:
+    """How the kernel is specialised for a number of rows."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+HOPPER: tuple[tuple[int, Int8Shape], ...] = (
+    (64, Int8Shape(64, 64, 256, 4, 4)),
+    (256, Int8Shape(128, 128, 128, 4, 4)),
+    (1 << 30, Int8Shape(128, 256, 128, 8, 3)),
+)
+OTHERS: tuple[tuple[int, Int8Shape], ...] = (
+    (64, Int8Shape(64, 64, 128, 4, 4)),
+    (1 << 30, Int8Shape(128, 128, 128, 8, 3)),
+)
+"""(Up to so many rows, shape), ascending; compiled without a spill, not yet measured."""
+SHAPES_TO_TIME = tuple(
+    Int8Shape(*sizes)
+    for sizes in (
+        (64, 64, 128, 4, 4), (64, 64, 256, 4, 4), (64, 128, 128, 4, 5), (64, 128, 256, 4, 4),
+        (64, 256, 128, 4, 4), (128, 64, 128, 4, 5), (128, 128, 128, 4, 3), (128, 128, 128, 4, 4),
+        (128, 128, 128, 8, 4), (128, 128, 256, 8, 3), (128, 256, 64, 8, 4),
+        (128, 256, 128, 8, 3), (256, 128, 128, 8, 3), (256, 64, 128, 8, 4),
+    )
+)  # fmt: skip
+"""What `benchmarks/gpu_gemm.py --sweep` tries on Hopper."""
+
+GROUP_M = 8
+_DESCRIPTORS = 9
+"""The generation of GPUs (Hopper) whose wgmma and descriptors the kernel is written for."""
+
+
+def shape_of(rows: int, capability: Capability) -> Int8Shape:
+    """Return how a product of so many rows is computed."""
+    shapes = HOPPER if capability[0] == _DESCRIPTORS else OTHERS
+    return next(shape for most, shape in shapes if rows <= most)
+
+
+def int8_product(
+    x: Int8Rows,
+    weight: Int8Weight,
+    bias_O: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    out_TO: Tensor | None = None,
+    shape: Int8Shape | None = None,
+    by_descriptor: bool | None = None,
+) -> Tensor:
+    """Return x @ weight.T + bias [T, O] in `dtype`; see `int8_rows.int8_product`.
+
+    Args:
+        x: Rows, at least one.
+        weight: On x's device.
+        bias_O: In any float dtype, or none.
+        dtype: Of the result: bfloat16 or float16 (float32 in tests).
+        out_TO: Where to write it, such as some rows of a larger result; contiguous, in `dtype`.
+        shape: Instead of the one for these rows and this GPU.
+        by_descriptor: Instead of what this GPU has.
+
+    Raises:
+        EngineError: `out_TO` is of another shape or dtype, or not contiguous.
+    """
+    rows, inputs = x.values.shape
+    outputs = weight.shape[0]
+    device = x.values.device
+    if out_TO is None:
+        out_TO = torch.empty(rows, outputs, dtype=dtype, device=device)
+    elif (*out_TO.shape, out_TO.dtype) != (rows, outputs, dtype) or not out_TO.is_contiguous():
+        raise EngineError(
+            f"int8 product into {out_TO.dtype} {list(out_TO.shape)}: must be contiguous, {dtype} "
+            f"{[rows, outputs]}"
+        )
+    capability = _capability(device)
+    shape = shape or shape_of(rows, capability)
+    if by_descriptor is None:
+        by_descriptor = capability[0] == _DESCRIPTORS
+    tiles = triton.cdiv(rows, shape.block_m) * triton.cdiv(outputs, shape.block_n)
+    programs = min(tiles, _multiprocessors(device)) if by_descriptor else tiles
+    x8: Tensor | TensorDescriptor = x.values
+    w8: Tensor | TensorDescriptor = weight.values
+    if by_descriptor:
+        x8 = TensorDescriptor.from_tensor(x8, [shape.block_m, shape.block_k])
+        w8 = TensorDescriptor.from_tensor(w8, [shape.block_n, shape.block_k])
+    int8_kernel[(programs,)](
+        x8,
+        w8,
+        x.scales,
+        weight.scales,
+        out_TO if bias_O is None else bias_O,
+        out_TO,
+        rows,
+        outputs,
+        inputs,
+        programs,
+        BLOCK_M=shape.block_m,
+        BLOCK_N=shape.block_n,
+        BLOCK_K=shape.block_k,
+        GROUP_M=GROUP_M,
+        BY_DESCRIPTOR=by_descriptor,
+        HAS_BIAS=bias_O is not None,
+        STAGES=shape.num_stages,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+    )
+    return out_TO
+
+
+@lru_cache(maxsize=16)
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 3  # of the interpreter: programs then walk over several tiles
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@lru_cache(maxsize=16)
+def _capability(device: torch.device) -> Capability:
+    if device.type != "cuda":
+        return INTERPRETER
+    return torch.cuda.get_device_capability(device)
