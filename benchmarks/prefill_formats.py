@@ -1,12 +1,14 @@
 """What a prompt's products may be rounded to: formats of the prefill's weights, by their accuracy.
 
-    python benchmarks/prefill_formats.py [--model FOLDER] [--positions 20480] [--only NAME ...]
+    python benchmarks/prefill_formats.py [--device cuda] [--model MODEL] [--plain]
+        [--positions 20480] [--only NAME ...]
 
-Each format rounds the weights once and the rows as they come, in float32 on a CPU: the values are
-those that tensor cores would multiply, the sums are not rounded. All are compared with the same
-checkpoint unrounded, as `tailrace check-accuracy` compares (`engine/accuracy`), the head left as
-it is. Without --model, the checkpoint is SmolLM2's real weights in 4 bits, groups of 64, rounded to
-nearest (`--plain`: before that). A format is named by what it does, for instance
+Each format rounds the weights once and the rows as they come, in float32: the values are those that
+tensor cores would multiply, the sums are not rounded. All are compared with the same checkpoint
+unrounded, by what `tailrace check-accuracy` compares (`engine/accuracy`), the head left as it is.
+--model is a folder, a GGUF file, or smollm2, the default. Plain weights are rounded to 4 bits first
+(groups of 64, to the nearest), unless --plain asks for them as they are. A minute a format and
+thousand positions on two cores, so a GPU is the place for it. A format is named by what it does:
 
     w:channel x:row                 int8, a scale an output and a scale a row
     w:exact x:group64               code less zero, an integer; rows by groups of 64 inputs
@@ -36,10 +38,11 @@ from tailrace.engine.runner import allocate_kv
 from tailrace.kernels.attention_batch import AttentionBatch
 from tailrace.kernels.linear.float8 import quantize_channels
 from tailrace.kernels.linear.float8_rows import quantize_rows
+from tailrace.kernels.linear.int8 import hadamard
 from tailrace.kernels.linear.weight import plain
-from tailrace.kernels.native import library
-from tailrace.kernels.native_kernels import NativeKernels
+from tailrace.kernels.torch_kernels import TorchKernels
 from tailrace.models import gguf
+from tailrace.models.config import load_config
 from tailrace.models.loader import load_model
 from tailrace.text.tokenizer import Tokenizer
 from tests.support.quantized import awq, write_quantized
@@ -54,6 +57,8 @@ WINDOWS_AT_ONCE = 4
 """Of their reference, the distributions are held: 200 MB each."""
 CHUNK, UNIT = 512, 16
 """Tokens of a step, and of a block of the cache."""
+GROUP = 64
+"""Of the 4 bits: 128 does not divide SmolLM2's 576 inputs."""
 KINDS = ("qkv", "o", "gate_up", "down")
 
 FORMATS = (
@@ -111,13 +116,13 @@ HALF = Format("bf16", "bf16")
 class StudiedLinear:
     """x @ weight.T + bias in a format that can be changed."""
 
-    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
-        self.weight_OI, self.bias_O = weight_OI, bias_O
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight_OI, self.bias_O = weight, bias
         self.kind = ""
-        self.peaks_I = torch.zeros(weight_OI.shape[1])
+        self.peaks_I = torch.zeros(weight.shape[1], device=weight.device)
         self.calibrates = False
         self.use(Format())
-        self.name, self.nbytes = "studied", weight_OI.nbytes
+        self.name, self.nbytes = "studied", weight.nbytes
 
     def use(self, form: Format) -> None:
         form = HALF if self.kind in form.but else form
@@ -133,41 +138,41 @@ class StudiedLinear:
             weight = rotated(weight, form.rotation)
         self.used_OI = round_weight(weight, form.weight)
 
-    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.calibrates:
-            self.peaks_I = torch.maximum(self.peaks_I, x_TI.abs().amax(0))
+            self.peaks_I = torch.maximum(self.peaks_I, x.abs().amax(0))
         if self.smooth_I is not None:
-            x_TI = x_TI / self.smooth_I
+            x = x / self.smooth_I
         if self.form.rotation:
-            x_TI = rotated(x_TI, self.form.rotation)
-        return functional.linear(round_rows(x_TI, self.form.rows), self.used_OI, self.bias_O)
+            x = rotated(x, self.form.rotation)
+        return functional.linear(round_rows(x, self.form.rows), self.used_OI, self.bias_O)
 
 
-def round_weight(weight_OI: torch.Tensor, form: str) -> torch.Tensor:
+def round_weight(weight: torch.Tensor, form: str) -> torch.Tensor:
     if form == "exact":
-        return weight_OI
+        return weight
     if form == "bf16":
-        return weight_OI.bfloat16().float()
+        return weight.bfloat16().float()
     if form == "fp8":
-        return quantize_channels(weight_OI).dequantize()
+        return quantize_channels(weight).dequantize()
     if form == "channel":
-        return round_int8(weight_OI)
+        return round_int8(weight)
     raise ValueError(form)
 
 
-def round_rows(x_TI: torch.Tensor, form: str) -> torch.Tensor:
+def round_rows(x: torch.Tensor, form: str) -> torch.Tensor:
     if form == "exact":
-        return x_TI
+        return x
     if form == "bf16":
-        return x_TI.bfloat16().float()
+        return x.bfloat16().float()
     if form == "fp8":
-        return quantize_rows(x_TI).dequantize()
+        return quantize_rows(x).dequantize()
     if form == "row":
-        return round_int8(x_TI)
+        return round_int8(x)
     if form.startswith("group"):
         group = int(form.removeprefix("group"))
-        width = x_TI.shape[1]
-        padded = functional.pad(x_TI, (0, -width % group))
+        width = x.shape[1]
+        padded = functional.pad(x, (0, -width % group))
         return round_int8(padded.view(-1, group)).view_as(padded)[:, :width]
     raise ValueError(form)
 
@@ -180,23 +185,23 @@ def round_int8(x: torch.Tensor) -> torch.Tensor:
 
 def rotated(x: torch.Tensor, most: int) -> torch.Tensor:
     """Multiply blocks of the last dimension by a Hadamard matrix, the largest that divides it."""
-    width = x.shape[-1]
-    block = min(width & -width, most)
-    matrix = torch.ones(1, 1)
-    while len(matrix) < block:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return (x.reshape(-1, block) @ matrix * block**-0.5).view_as(x)
+    block = min(x.shape[-1] & -x.shape[-1], most)
+    matrix = hadamard(block).to(x.device) * block**-0.5
+    return (x.reshape(-1, block) @ matrix).view_as(x)
 
 
-class StudiedKernels(NativeKernels):
-    """The CPU's kernels, with linear layers as above."""
+class StudiedKernels(TorchKernels):
+    """The reference kernels on any device, with linear layers as above."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = torch.device(device)
         self.layers: list[StudiedLinear] = []
 
-    def pack_linear(self, weight: Any, bias_O: torch.Tensor | None, _dtype: str) -> StudiedLinear:
-        self.layers.append(StudiedLinear(plain(weight).float().contiguous(), bias_O))
+    def pack_linear(self, weight: Any, bias: torch.Tensor | None, _dtype: str) -> StudiedLinear:
+        bias = None if bias is None else bias.to(self.device, torch.float32)
+        wide = plain(weight).to(self.device, torch.float32).contiguous()
+        self.layers.append(StudiedLinear(wide, bias))
         return self.layers[-1]
 
 
@@ -205,22 +210,30 @@ class Reader:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.caches = allocate_kv(model, WINDOW_TOKENS // UNIT, UNIT)
+        self.device = model.kernels.device
+        self.caches = [
+            (keys.to(self.device), values.to(self.device))
+            for keys, values in allocate_kv(model, WINDOW_TOKENS // UNIT, UNIT)
+        ]
 
     @torch.inference_mode()
     def read(self, token_ids: list[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield where each chunk starts, and its natural-log probabilities, float32 [rows, V]."""
         for start in range(0, len(token_ids), CHUNK):
-            ids = torch.tensor(token_ids[start : start + CHUNK])
+            ids = torch.tensor(token_ids[start : start + CHUNK], device=self.device)
             hidden = self.model.forward(ids, self._batch(start, len(ids)), self.caches)
             yield start, self.model.logits(hidden).log_softmax(-1)
 
     def _batch(self, start: int, rows: int) -> AttentionBatch:
-        places = torch.arange(start, start + rows)
+        places = torch.arange(start, start + rows, device=self.device)
+
+        def here(values: Any) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=self.device)
+
         return AttentionBatch(
-            query_starts=torch.tensor([0, rows], dtype=torch.int32),
-            kv_lens=torch.tensor([start + rows], dtype=torch.int32),
-            block_tables=torch.arange(WINDOW_TOKENS // UNIT, dtype=torch.int32).unsqueeze(0),
+            query_starts=here([0, rows]),
+            kv_lens=here([start + rows]),
+            block_tables=here([range(WINDOW_TOKENS // UNIT)]),
             positions=places,
             slots=places,
             max_query_len=rows,
@@ -289,19 +302,18 @@ def print_table(sums: dict[str, dict[str, float]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--model", default="smollm2")
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--positions", type=int, default=20_480)
     parser.add_argument("--only", nargs="+", default=list(FORMATS))
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    folder = gguf.resolve(arguments.model)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = gguf.resolve(arguments.model or "smollm2")
-        if not arguments.model and not arguments.plain:
-            folder = write_quantized(folder, Path(scratch) / "awq", awq(64))
-        kernels = StudiedKernels(library.load(arguments.threads))
+        if load_config(folder).quantization is None and not arguments.plain:
+            folder = write_quantized(folder, Path(scratch) / "awq", awq(GROUP))
+        kernels = StudiedKernels(arguments.device)
         model = load_model(folder, dtype="float32", kernels=kernels)
         tokenizer = Tokenizer.load(folder)
     name_layers(model)
@@ -314,7 +326,8 @@ def main() -> None:
         calibrate(kernels, model, tokens(text[-CALIBRATION_CHARACTERS:])[:WINDOW_TOKENS])
     windows = cut_windows(tokens(text[:-CALIBRATION_CHARACTERS]), arguments.positions)
     sums = study(model, windows, arguments.only)
-    print(f"{arguments.model or 'SmolLM2, ' + ('plain' if arguments.plain else '4 bits')}")
+    print(f"\n{arguments.model}{', as it is' if arguments.plain else ' in 4 bits'}, "
+          f"{arguments.positions} positions")  # fmt: skip
     print_table(sums)
     if arguments.out:
         arguments.out.write_text(json.dumps(sums))

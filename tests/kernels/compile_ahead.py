@@ -21,11 +21,13 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tailrace.kernels.attention_shapes import ADA, CANDIDATES, DECODE, PREFILL
+from tailrace.kernels.attention_shapes import ADA, CANDIDATES, DECODE, HOPPER, PREFILL
 from tailrace.kernels.linear import (
     triton_float8,
     triton_float8_rows,
     triton_int4,
+    triton_int8,
+    triton_int8_rows,
     triton_skinny,
 )
 from tailrace.kernels.paged_attention.contiguous import WHOLE
@@ -221,6 +223,40 @@ def float8_linear_cases(kind: int) -> Iterator[Case]:
             yield Case(f"{name} {group}", kernel, constants, warps, types=types)
 
 
+def int8_cases(kind: int) -> Iterator[Case]:
+    """Products of int8 rows, by tensor descriptors on Hopper, and rows rounded to int8."""
+    halves = dict.fromkeys(("x_ptr", "out_ptr", "bias_ptr", "matrix_ptr"), "*bf16")
+    floats = dict.fromkeys(("x_scale_ptr", "w_scale_ptr", "scales_ptr"), "*fp32")
+    types = {**TYPES, **halves, **floats, "values_ptr": "*i8"}
+    is_hopper = kind >= HOPPER
+    rows = triton_int8.HOPPER if is_hopper else triton_int8.OTHERS
+    for shape in dict.fromkeys(shape for _, shape in rows):
+        sizes = f"{shape.block_m}x{shape.block_n}x{shape.block_k}"
+        operands = {"x": "*i8", "w": "*i8"}
+        if is_hopper:
+            operands = {
+                "x": f"tensordesc<i8[{shape.block_m}, {shape.block_k}]>",
+                "w": f"tensordesc<i8[{shape.block_n}, {shape.block_k}]>",
+            }
+        constants = {
+            "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "BLOCK_K": shape.block_k,
+            "GROUP_M": triton_int8.GROUP_M, "BY_DESCRIPTOR": is_hopper, "HAS_BIAS": True,
+            "STAGES": shape.num_stages,
+        }  # fmt: skip
+        yield Case(
+            f"int8 {sizes}", triton_int8.int8_kernel, constants, shape.num_warps,
+            shape.num_stages, {**types, **operands},
+        )  # fmt: skip
+    hidden = {"WIDTH": 3584, "BLOCK": 4096, "ROTATED": 128}
+    inner = {"WIDTH": 18944, "BLOCK": triton_int8_rows.PIECE, "ROTATED": 128}
+    for name, sizes in (
+        ("quantize_rows", hidden), ("rms_norm_int8", hidden), ("silu_mul_int8", inner),
+    ):  # fmt: skip
+        kernel = getattr(triton_int8_rows, f"{name}_kernel")
+        constants = sizes | ({"HAS_X": True} if "HAS_X" in kernel.arg_names else {})
+        yield Case(f"{name} int8", kernel, constants, 8, types=types)
+
+
 def sampling_cases() -> Iterator[Case]:
     """For a vocabulary of 152k, which is 149 blocks."""
     warps = {"weigh": 8, "aim": 8, "search": 16}
@@ -275,6 +311,7 @@ def main(kind: int) -> None:
         *other_cases(),
         *int4_cases(),
         *float8_linear_cases(kind),
+        *int8_cases(kind),
         *sampling_cases(),
     ]
     for case in cases:

@@ -39,7 +39,7 @@ def test_every_kernel_compiles_within_the_gpus_means(kind, pytestconfig, tmp_pat
     assert run.returncode == 0, run.stderr[-3000:]
     kernels = [json.loads(line) for line in run.stdout.splitlines()]
     assert {entry["name"].split()[0] for entry in kernels} >= {
-        "prefill", "decode", "rope_cache", "rms_norm", "silu_mul", "skinny", "int4",
+        "prefill", "decode", "rope_cache", "rms_norm", "silu_mul", "skinny", "int4", "int8",
         "sample_adjust", "sample_search", "sample_draw",
     }  # fmt: skip
     float8 = {entry["name"].split()[0] for entry in kernels if entry["name"].endswith("float8")}

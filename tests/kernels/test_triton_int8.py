@@ -187,7 +187,9 @@ def test_products_equal_the_references_to_the_last_bit(
     y = int8_product(x, weight, bias, dtype, shape=shape, by_descriptor=by_descriptor)
     truth = int8_rows.int8_product(x, weight, bias, dtype)
     assert y.dtype == dtype
-    assert_close("y", y.cpu(), truth.cpu(), rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=1e-6)
+    assert_close(
+        "y", y.cpu(), truth.cpu(), rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=1e-6
+    )
     exact = x.dequantize().cpu().double() @ weight.dequantize().cpu().double().t()
     if bias is not None:
         exact += bias.cpu().double()

@@ -130,7 +130,9 @@ def silu_mul_int8_kernel(
     row = tl.program_id(0).to(tl.int64)
     peak = 0.0
     for begin in tl.range(0, WIDTH, BLOCK, num_stages=1):
-        found = _peak(_turned(_silu_mul(x_ptr, row, begin, WIDTH, BLOCK), matrix_ptr, BLOCK, ROTATED))
+        found = _peak(
+            _turned(_silu_mul(x_ptr, row, begin, WIDTH, BLOCK), matrix_ptr, BLOCK, ROTATED)
+        )
         peak = tl.maximum(peak, found, propagate_nan=tl.PropagateNan.ALL)
     scale = _scale(peak)
     tl.store(scales_ptr + row, scale)
