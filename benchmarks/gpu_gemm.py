@@ -1,6 +1,7 @@
 """Linear layers by format and rows on one GPU: bfloat16, FP8 and 4 bits beside floor and ceiling.
 
     PYTHONPATH=src:. python benchmarks/gpu_gemm.py [--out DIR] [--sweep] [--only-check]
+                                                   [--ways WAY ...]
     PYTHONPATH=src:. python benchmarks/gpu_gemm.py --device cpu
                                                         (in Triton's interpreter: does it run?)
 
@@ -16,12 +17,16 @@ weight that none comes from the L2 cache. The ways:
     fp8 mm         of that, the product alone: rows come in FP8
     fp8 blocks     as served, a scale a block of 128 x 128, by our own kernel
     fp8 torch      blocks by torch.nn.functional.scaled_mm, the product alone, where it takes them
+    int8 rows      prompts by an int8 copy: rows rotated and rounded, then our own kernel
+    int8 mm        of that, the product alone: rows come in int8
+    int8 torch     by torch._int_mm, the product alone, whose scales are left to be done
     int4           as served, groups of 128: by the codes, or written out and multiplied by cuBLAS
 
 The floor of a way is what is larger: its bytes over the copy rate that is measured first, or its
 arithmetic at 663 (bfloat16) or 1268 TFLOP/s (FP8), the best that this model's shapes reached on an
-H200 (docs/performance.md). --sweep times tiles and splits of the kernels of few rows instead.
-What was found is written after every layer.
+H200 (docs/performance.md); int8's is taken to be FP8's, as the tensor cores' is. --sweep times
+shapes instead: of the kernels of few rows, and of int8's for all. What was found is written after
+every layer.
 """
 
 from __future__ import annotations
@@ -45,10 +50,12 @@ if TYPE_CHECKING:
 
     from tailrace.kernels.linear.float8 import Float8Weight
     from tailrace.kernels.linear.float8_rows import Float8Rows
+    from tailrace.kernels.linear.int8 import Int8Weight
+    from tailrace.kernels.linear.int8_rows import Int8Rows
 
     Save = Callable[[list[dict]], None]
 
-CEILINGS = {"bf16": 663e12, "fp8": 1268e12}
+CEILINGS = {"bf16": 663e12, "fp8": 1268e12, "int8": 1268e12}
 LAYERS = {
     "qkv": (4608, 3584, True),
     "o": (3584, 3584, False),
@@ -64,13 +71,24 @@ ODD = ((1, 128, 48), (7, 256, 112), (33, 640, 208), (100, 384, 144), (131, 512, 
 """Rows, inputs, outputs of the comparison."""
 WHOLE_BLOCKS = ((100, 384, 256), (131, 512, 384))
 """Likewise for yardsticks that take only whole blocks of 128, as every layer timed here has."""
-WAYS = ("cublas", "bf16", "fp8 rows", "fp8 mm", "fp8 blocks", "fp8 torch", "int4")
-FEW = ("bf16", "fp8 rows", "fp8 blocks", "int4")
-"""Ways with kernels of few rows, which are compiled before anything is timed."""
-ALONE = ("fp8 mm", "fp8 torch")
+WAYS = (
+    "cublas", "bf16", "fp8 rows", "fp8 mm", "fp8 blocks", "fp8 torch", "int8 rows", "int8 mm",
+    "int8 torch", "int4",
+)  # fmt: skip
+COMPILED = ("bf16", "fp8 rows", "fp8 blocks", "int8 rows", "int4")
+"""Ways with kernels of Triton, which are compiled before anything is timed."""
+ALONE = ("fp8 mm", "fp8 torch", "int8 mm", "int8 torch")
 """Ways without the rounding of their rows, which nobody is served by."""
-YARDSTICKS = ("fp8 torch",)
+YARDSTICKS = ("fp8 torch", "int8 torch")
 """Torch's own ways: left out where it refuses them or they differ."""
+LEAST_TORCH_ROWS = 17
+"""Of torch._int_mm."""
+SWEPT = {
+    "int4": (16, 32, 64, 128),
+    "fp8 rows": (16, 32, 64),
+    "int8 mm": (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
+}
+"""By way, the rows that --sweep times shapes for."""
 COLD_BYTES = 200e6
 """Copies of a weight take as much: four times an H200's L2."""
 
@@ -83,6 +101,7 @@ class Setting:
     dtype: torch.dtype
     layers: dict[str, tuple[int, int, bool]]
     rows: tuple[int, ...]
+    ways: tuple[str, ...] = WAYS
 
     @property
     def is_gpu(self) -> bool:
@@ -117,6 +136,8 @@ def make(
         return _make_plain(way, setting, weight, bias, copies)
     if way == "int4":
         return _make_int4(setting, weight, bias, copies)
+    if way.startswith("int8"):
+        return _make_int8(way, setting, weight, bias, copies)
     return _make_float8(way, setting, weight, bias, copies)
 
 
@@ -178,6 +199,43 @@ def _make_float8(
         ours = [_torch_blocks(one, bias) for one in kept]
         products = _rounded_once(ours, lambda x: _torch_rows(quantize_rows(x, 128)))
     return Made(products, held.dequantize(), layers[0].nbytes, "fp8")
+
+
+def _make_int8(
+    way: str, setting: Setting, weight: torch.Tensor, bias: torch.Tensor | None, copies: int
+) -> Made:
+    from tailrace.kernels.linear.int8 import Int8Weight, quantize_channels
+    from tailrace.kernels.linear.triton_int8 import int8_product
+    from tailrace.kernels.linear.triton_int8_rows import quantize_rows
+
+    held = quantize_channels(weight)
+    kept = [Int8Weight(held.values.clone(), held.scales.clone()) for _ in range(copies)]
+
+    def product(one: Int8Weight) -> Callable:
+        if way == "int8 torch":
+            return _torch_int8(one, bias, setting.dtype)
+        return lambda x: int8_product(x, one, bias, setting.dtype)
+
+    products = [product(one) for one in kept]
+    if way == "int8 rows":
+        products = [lambda x, ours=ours: ours(quantize_rows(x)) for ours in products]
+    else:
+        products = _rounded_once(products, quantize_rows)
+    return Made(products, held.dequantize(), held.nbytes, "int8")
+
+
+def _torch_int8(held: Int8Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> Callable:
+    """Return torch's product; in a graph, where it is timed, without what is not its own."""
+    import torch
+
+    def run(x: Int8Rows) -> torch.Tensor:
+        sums = torch._int_mm(x.values, held.values.t())  # noqa: SLF001 - its only name
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return sums
+        y = sums * x.scales.unsqueeze(1) * held.scales
+        return (y if bias is None else y + bias).to(dtype)
+
+    return run
 
 
 def _rounded_once(products: list[Callable], quantize: Callable) -> list[Callable]:
@@ -244,6 +302,8 @@ def takes(way: str, rows: int, setting: Setting) -> bool:
 
     if way == "fp8 torch":
         return setting.is_gpu and rows > MOST_ROWS
+    if way == "int8 torch":
+        return rows >= LEAST_TORCH_ROWS
     return way != "fp8 mm" or rows > MOST_ROWS
 
 
@@ -257,7 +317,7 @@ def check(setting: Setting) -> tuple[list[str], set[str]]:
     torch.use_deterministic_algorithms(True)  # fresh memory is NaN while this is on
     wrong: list[str] = []
     left_out: set[str] = set()
-    for way in WAYS:
+    for way in setting.ways:
         is_yardstick = way in YARDSTICKS
         for sizes, has_bias in itertools.product(
             WHOLE_BLOCKS if is_yardstick else ODD, (False, True)
@@ -279,7 +339,9 @@ def check(setting: Setting) -> tuple[list[str], set[str]]:
 
 ROUNDING = dict.fromkeys(("fp8 rows", "fp8 mm", "fp8 blocks", "fp8 torch"), 0.04)
 """Ways whose many rows are rounded to 3 bits of mantissa: 1/16 at most, 0.026 on average."""
-BOUNDS = dict.fromkeys(WAYS, 0.006) | ROUNDING
+FINE = dict.fromkeys(("int8 rows", "int8 mm", "int8 torch"), 0.015)
+"""Likewise to 1/254 of a row's largest value at most: 0.008 on average where they are normal."""
+BOUNDS = dict.fromkeys(WAYS, 0.006) | ROUNDING | FINE
 
 
 def _difference(
@@ -416,7 +478,7 @@ def measure(setting: Setting, rate: float, left_out: set[str], save: Save) -> li
     for name, (outputs, inputs, has_bias) in setting.layers.items():
         weight = torch.randn(outputs, inputs, device=setting.device) * inputs**-0.5
         bias = torch.randn(outputs, device=setting.device).to(setting.dtype) if has_bias else None
-        for way in WAYS:
+        for way in setting.ways:
             if way in left_out:
                 continue
             half_bytes = {"int4": 0.53, "cublas": 2, "bf16": 2}.get(way, 1) * outputs * inputs
@@ -457,7 +519,7 @@ def compile_way(way: str, device: str, has_bias: bool) -> None:
         weight = torch.zeros(outputs, inputs, device=device)
         bias = torch.zeros(outputs, device=device) if has_bias else None
         made = make(way, setting, weight, bias, 1)
-        for rows in (1, 17, 33, 65, 129):
+        for rows in (1, 17, 33, 65, 129, 257):
             made.products[0](torch.zeros(rows, inputs, dtype=setting.dtype, device=device))
     torch.cuda.synchronize()
 
@@ -467,10 +529,11 @@ def compile_all(setting: Setting) -> None:
         return
     begun = time.monotonic()
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(len(FEW) * 2, mp_context=context) as pool:
+    with ProcessPoolExecutor(len(COMPILED) * 2, mp_context=context) as pool:
         jobs = [
             pool.submit(compile_way, way, setting.device, has_bias)
-            for way in FEW
+            for way in COMPILED
+            if any(asked.split()[0] == way.split()[0] for asked in setting.ways)
             for has_bias in (False, True)
         ]
         for job in jobs:
@@ -485,6 +548,7 @@ def sweep_shapes() -> list[tuple[str, int, object, int]]:
     """Return (way, rows of the tile, shape, splits) to time."""
     from tailrace.kernels.linear.triton_float8 import SkinnyFloat8Shape
     from tailrace.kernels.linear.triton_int4 import Int4Shape
+    from tailrace.kernels.linear.triton_int8 import SHAPES_TO_TIME
 
     sizes = [
         (block_n, warps, stages)
@@ -493,11 +557,15 @@ def sweep_shapes() -> list[tuple[str, int, object, int]]:
     ]
     found: list[tuple[str, int, object, int]] = [
         ("int4", rows, Int4Shape(*size), splits)
-        for rows, size, splits in itertools.product((16, 32, 64, 128), sizes, (1, 2, 4, 8))
+        for rows, size, splits in itertools.product(SWEPT["int4"], sizes, (1, 2, 4, 8))
     ]
     found += [
         ("fp8 rows", rows, SkinnyFloat8Shape(*size), 0)
-        for rows, size in itertools.product((16, 32, 64), sizes)
+        for rows, size in itertools.product(SWEPT["fp8 rows"], sizes)
+    ]
+    found += [
+        ("int8 mm", rows, shape, 0)
+        for rows, shape in itertools.product(SWEPT["int8 mm"], SHAPES_TO_TIME)
     ]
     return found
 
@@ -509,7 +577,7 @@ def sweep(setting: Setting, rate: float, save: Save) -> list[dict]:
     found = []
     for name, (outputs, inputs, _) in setting.layers.items():
         weight = torch.randn(outputs, inputs, device=setting.device) * inputs**-0.5
-        for way in ("int4", "fp8 rows"):
+        for way in (way for way in SWEPT if way in setting.ways):
             candidates = [entry for entry in sweep_shapes() if entry[0] == way]
             if not setting.is_gpu:
                 candidates = candidates[:2]
@@ -544,6 +612,8 @@ def _swept(way: str, setting: Setting, weight: torch.Tensor, splits: int) -> tup
     workspace = _workspace(setting)
     outputs = weight.shape[0]
     workspace.reserve(outputs=outputs, splits=8, rows=128)
+    if way == "int8 mm":
+        return _swept_int8(setting, weight)
     if way == "int4":
         first = PackedInt4.of(quantize_groups(weight, 128), setting.device, splits)
         count = min(40, -int(-COLD_BYTES // first.nbytes)) if setting.is_gpu else 1
@@ -574,6 +644,35 @@ def _swept(way: str, setting: Setting, weight: torch.Tensor, splits: int) -> tup
     return run, Made([], weight[:0], first.nbytes, "bf16")
 
 
+def _swept_int8(setting: Setting, weight: torch.Tensor) -> tuple[Callable, Made]:
+    from tailrace.kernels.linear.int8 import quantize_channels
+    from tailrace.kernels.linear.triton_int8 import int8_product
+    from tailrace.kernels.linear.triton_int8_rows import quantize_rows
+
+    first = quantize_channels(weight)
+    count = min(40, -int(-COLD_BYTES // first.nbytes)) if setting.is_gpu else 1
+    kept = [
+        replace(first, values=first.values.clone(), scales=first.scales.clone())
+        for _ in range(count)
+    ]
+
+    def run(x: torch.Tensor, shape: object) -> float:
+        rows = quantize_rows(x)
+        used = kept if len(x) <= 512 else kept[:1]
+
+        def all_copies() -> None:
+            for one in used:
+                int8_product(rows, one, None, setting.dtype, shape=shape)
+
+        if setting.is_gpu:
+            return _graph_s(all_copies, 7) / len(used)
+        begun = time.perf_counter()
+        all_copies()
+        return (time.perf_counter() - begun) / len(used)
+
+    return run, Made([], weight[:0], first.nbytes, "int8")
+
+
 def compile_shapes(part: list[tuple[str, int, object, int]]) -> None:
     """Fill Triton's cache on disk; in a process of its own."""
     import torch
@@ -595,7 +694,12 @@ def compile_shapes(part: list[tuple[str, int, object, int]]) -> None:
 def compile_sweep(setting: Setting) -> None:
     if not setting.is_gpu:
         return
-    shapes = [entry for entry in sweep_shapes() if entry[3] in (0, 1, 4)]
+    # A kernel of int8 is the same for any rows.
+    shapes = [
+        (way, rows, shape, splits)
+        for way, rows, shape, splits in sweep_shapes()
+        if way in setting.ways and splits in (0, 1, 4) and (way != "int8 mm" or rows == 16)
+    ]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(8, mp_context=context) as pool:
         list(pool.map(compile_shapes, [shapes[index::8] for index in range(8)]))
@@ -605,7 +709,7 @@ def compile_sweep(setting: Setting) -> None:
 
 
 def print_sweep(name: str, found: list[dict]) -> None:
-    for way in ("int4", "fp8 rows"):
+    for way in SWEPT:
         for rows in sorted({entry["rows"] for entry in found if entry["way"] == way}):
             timed = [e for e in found if e["way"] == way and e["rows"] == rows and "us" in e]
             best = sorted(timed, key=lambda entry: entry["us"])[:3]
@@ -639,7 +743,7 @@ def print_table(found: list[dict], setting: Setting) -> None:
         sums = {way: _sum_ms(found, way, rows, "us") for way in ways}
         served = {way: ms for way, ms in sums.items() if ms and way not in ALONE}
         cells = "".join(f"{f'{ms:.3f}' if ms else '-':>{width}}" for ms in sums.values())
-        fastest = min(served, key=lambda way: served[way])
+        fastest = min(served, key=lambda way: served[way], default="-")
         bounds = "".join(
             f"{_sum_ms(found, way, rows, 'floor_us'):>{width + 3}.3f}" for way in floors
         )
@@ -686,6 +790,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--only-check", action="store_true")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
@@ -694,7 +799,7 @@ def main() -> None:
     import torch
 
     torch.manual_seed(0)
-    setting = setting_of(arguments.device)
+    setting = replace(setting_of(arguments.device), ways=tuple(arguments.ways))
     begun = time.monotonic()
     with torch.inference_mode():
         compile_all(setting)
@@ -723,7 +828,7 @@ def main() -> None:
     for rows in (16, 64, 1024):
         if rows in setting.rows:
             print_layers(found, rows)
-    if setting.is_gpu:
+    if setting.is_gpu and "int4" in setting.ways:
         print_verdict(found, rate, setting)
     print_table(found, setting)
 

@@ -26,6 +26,8 @@ MOST_ROTATED = 128
 LEAST_ROTATED = 16
 MOST_INPUTS = (2**31 - 1) // int(INT8_MAX) ** 2
 """Beyond, a sum may exceed int32."""
+_PART_BYTES = 64 << 20
+"""Of float32 weight that is rounded at once."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +77,25 @@ class Int8Weight:
 def quantize_channels(weight_OI: Tensor) -> Int8Weight:
     """Rotate a weight and round it to int8, the largest value of each output mapped to 127.
 
+    A few outputs at a time, so that little is held in float32.
+
     Args:
         weight_OI: Any float dtype; its inputs are a multiple of 16.
 
     Raises:
         ConfigError: They are not, or are too many.
     """
-    wide = rotate(weight_OI.to(torch.float32))
-    scales = (wide.abs().amax(1) / INT8_MAX).clamp(min=LEAST_SCALE)
-    values = (wide / scales.unsqueeze(1)).round_().clamp_(-INT8_MAX, INT8_MAX)
-    return Int8Weight(values.to(torch.int8).contiguous(), scales)
+    outputs, inputs = weight_OI.shape
+    values = torch.empty(outputs, inputs, dtype=torch.int8, device=weight_OI.device)
+    scales = torch.empty(outputs, dtype=torch.float32, device=weight_OI.device)
+    step = max(1, _PART_BYTES // (4 * inputs))
+    for start in range(0, outputs, step):
+        part = slice(start, start + step)
+        wide = rotate(weight_OI[part])
+        scales[part] = (wide.abs().amax(1) / INT8_MAX).clamp(min=LEAST_SCALE)
+        rounded = (wide / scales[part].unsqueeze(1)).round_().clamp_(-INT8_MAX, INT8_MAX)
+        values[part] = rounded.to(torch.int8)
+    return Int8Weight(values, scales)
 
 
 def block_of(inputs: int) -> int:
