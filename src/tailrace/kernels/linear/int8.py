@@ -130,4 +130,5 @@ def rotate(x: Tensor) -> Tensor:
     block = block_of(x.shape[-1])
     matrix = hadamard(block).to(x.device)
     blocks = x.to(torch.float32).reshape(-1, block)
-    return ((blocks @ matrix) * block**-0.5).view(x.shape)
+    turned: Tensor = (blocks @ matrix) * block**-0.5
+    return turned.view(x.shape)
