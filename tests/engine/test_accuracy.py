@@ -219,6 +219,8 @@ def test_a_copy_for_prompts_is_what_the_text_is_read_by(tmp_path, monkeypatch):
     assert "for prompts FP8 by channel" in found.served
     assert 0.0 < found.divergence < 0.05
     assert record(asked, found, against="") == "not recorded: fewer than 20,000 positions"
+    with pytest.raises(ConfigError, match="weights are in float16 already, so no copy is made"):
+        check_accuracy(replace(asked, prefill_weights="bf16"), TEXT, positions=80)
 
 
 @pytest.mark.parametrize(

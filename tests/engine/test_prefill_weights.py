@@ -101,7 +101,7 @@ def test_auto_copies_weights_in_4_bits_alone(folders, kind):
 @pytest.mark.parametrize(
     ("known", "expected", "words"),
     [
-        ([], "bf16", "fp8 not measured on this checkpoint"),
+        ([], "bf16", "fp8 not measured (tailrace check-accuracy MODEL --prefill-weights fp8)"),
         ([finding()], "fp8", "fp8 measured 99.50% / 0.001 nats over 20,480 positions"),
         ([finding(agreement=0.936)], "bf16", "fp8 measured 93.60% / 0.001 nats"),
         ([finding(divergence=0.0135)], "bf16", "fp8 measured 99.50% / 0.0135 nats"),
@@ -140,7 +140,7 @@ def test_a_copy_that_is_asked_for_is_made_whatever_was_measured(folders):
     for known in ([], [finding(agreement=0.1)]):
         choice = chosen(folders, "4 bits", "fp8", known)
         assert (choice.name, choice.is_asked) == ("fp8", True)
-        assert "as asked; fp8" in choice.words
+        assert choice.words.startswith("as asked, fp8 ")
     assert chosen(folders, "plain", "fp8").name == "fp8"
 
 
@@ -390,7 +390,7 @@ def test_a_start_gives_the_copy_up_where_kv_would_have_too_little(folders, monke
     monkeypatch.setattr(prefill_weights, "copy_bytes", lambda *_: 3 * sequence)
     runner, told = start(folders["4 bits"], "auto")
     assert runner.prefill_weights == "same"
-    assert "less than half of what it has without; bf16" in told
+    assert "less than half of what it has without; fp8 not measured" in told
     assert start(folders["4 bits"], "fp8")[0].prefill_weights == "fp8"
     device.free -= sequence + sequence // 2
     with pytest.raises(ConfigError, match="--prefill-weights fp8: .* for KV, which needs"):

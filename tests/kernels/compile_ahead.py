@@ -172,8 +172,9 @@ def int4_cases() -> Iterator[Case]:
             shape.num_warps, shape.num_stages, types=_int4_types(half),
         )  # fmt: skip
     constants = {"BLOCK_N": 64, "CHUNK": 128, "CHUNKS_A_GROUP": 1}
-    types = _int4_types("bf16")
-    yield Case("int4_dequantize", triton_int4.dequantize_kernel, constants, types=types)
+    for out in ("bf16", "fp32"):  # to be multiplied, and to be rounded to another format
+        types = _int4_types(out)
+        yield Case(f"int4_dequantize {out}", triton_int4.dequantize_kernel, constants, types=types)
 
 
 def _int4_types(half: str) -> dict[str, str]:

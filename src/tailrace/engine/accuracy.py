@@ -325,6 +325,11 @@ def _load_on_gpu(
         choice = choose(config.prefill_weights, kernels, served, {})
         if choice.format is not None:
             served = with_copy(served, kernels, choice.format)
+        elif config.prefill_weights != "same":
+            raise ConfigError(
+                f"--prefill-weights {config.prefill_weights}: {choice.words}, so no copy is made "
+                "that could be measured; leave it out"
+            )
     reference = load_model(behind, dtype=dtype, kernels=UnpackedTritonKernels(device, dtype))
 
     def allocate(model: CausalLM, blocks: int, block_tokens: int) -> list[KVCache]:

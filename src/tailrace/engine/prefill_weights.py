@@ -91,16 +91,14 @@ def choose(
         return _asked_for(asked, kernels, model, kinds, known)
     if "4 bits" not in kinds:
         return Choice(None, f"weights {' and '.join(sorted(kinds))} serve prompts as they are")
-    figures = [
-        f"{name} {_figures(known.get(name))}" for name, form in FORMATS.items() if form.rounds
-    ]
+    figures = [_figures(name, known) for name, form in FORMATS.items() if form.rounds]
     words = ", ".join([*figures, _bound_in_words()])
     for form in FORMATS.values():
         if _obstacle(form, kernels, model):
             continue
         if not form.rounds:
-            shown = _figures(known[form.name]) if form.name in known else "as `same` rounds"
-            return Choice(form, f"{form.name} {shown}, {words}")
+            own = [_figures(form.name, known)] if form.name in known else []
+            return Choice(form, ", ".join([*own, words]))
         if _keeps(known.get(form.name)):
             return Choice(form, words)
     return Choice(None, f"no copy can be made here; {words}")
@@ -125,8 +123,8 @@ def _asked_for(
     obstacle = _obstacle(form, kernels, model)
     if obstacle:
         raise ConfigError(f"--prefill-weights {asked}: {obstacle}; use auto or same")
-    words = f"as asked; {asked} {_figures(known.get(asked))}, {_bound_in_words()}"
-    return Choice(form, words, is_asked=True)
+    figures = [_figures(asked, known)] if form.rounds or asked in known else []
+    return Choice(form, ", ".join(["as asked", *figures, _bound_in_words()]), is_asked=True)
 
 
 def _obstacle(form: PrefillFormat, kernels: TritonKernels, model: CausalLM) -> str:
@@ -244,13 +242,13 @@ def make(choice: Choice, model: CausalLM, kernels: TritonKernels, *, free_bytes:
         reason = f"the copy takes {_gib(size)}, and {_gib(free_bytes)} are free"
         return Prefill(choice.dropped(reason), model, model)
     try:
-        copied = with_copy(model, kernels, form)
+        made = with_copy(model, kernels, form)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         reason = f"the copy takes {_gib(size)}: {str(error).splitlines()[0]}"
     else:
-        return Prefill(choice, copied, model, size)
+        return Prefill(choice, made, model, size)
     return Prefill(choice.dropped(reason), model, model)
 
 
@@ -269,10 +267,11 @@ def _keeps(found: Finding | None) -> bool:
     return found is not None and found.keeps(bound.agreement, bound.divergence)
 
 
-def _figures(found: Finding | None) -> str:
-    if found is None:
-        return "not measured on this checkpoint (tailrace check-accuracy --prefill-weights)"
-    return f"measured {found.describe()} over {found.positions:,} positions"
+def _figures(name: str, known: Mapping[str, Finding]) -> str:
+    if name not in known:
+        return f"{name} not measured (tailrace check-accuracy MODEL --prefill-weights {name})"
+    found = known[name]
+    return f"{name} measured {found.describe()} over {found.positions:,} positions"
 
 
 def _bound_in_words() -> str:
