@@ -270,3 +270,17 @@ def assert_near(found, expected):
     """A value near the middle of two float8 ones may go either way: few do, and by one step."""
     difference = (found.double() - expected.double()).norm() / expected.double().norm()
     assert float(difference) < 0.02
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_in_bfloat16_the_bias_is_added_before_the_result_is_rounded(has_bias):
+    """By torch alone: the interpreter has no bfloat16, and rows come rounded here."""
+    weight, bias = quantize_channels(torch.randn(48, 160)), torch.randn(48)
+    workspace = Workspace(torch.device("cpu"), torch.bfloat16)
+    layer = Float8Linear(weight, bias if has_bias else None, workspace)
+    rows = float8_rows.quantize_rows(torch.randn(5, 160))
+    exact = rows.dequantize() @ weight.dequantize().t()
+    if has_bias:
+        exact += bias.bfloat16().float()
+    # Half a step of bfloat16's 8 bits, and the sum's own noise.
+    assert_close("y", layer(rows).float(), exact, rtol=2**-8, atol=1e-3)

@@ -133,7 +133,7 @@ class Float8Linear(RoundsRows):
         if self.group:
             float8_blocks(x, self._weight, self._bias_O, self._dtype, out_TO)
             return
-        # Scales by row come with results in bfloat16 only.
+        # Scales by row come with results, and biases, in bfloat16 only.
         is_direct = out_TO.dtype == torch.bfloat16
         y_TO = out_TO if is_direct else out_TO.new_empty(out_TO.shape, dtype=torch.bfloat16)
         torch._scaled_mm(  # noqa: SLF001 - torch's only name for it before 2.10
@@ -141,14 +141,15 @@ class Float8Linear(RoundsRows):
             self._weight.values.t(),
             scale_a=x.scales,
             scale_b=self._weight.scales.unsqueeze(0),
+            bias=self._bias_O if is_direct else None,
             out_dtype=torch.bfloat16,
             use_fast_accum=True,
             out=y_TO,
         )
         if not is_direct:
             out_TO.copy_(y_TO)
-        if self._bias_O is not None:
-            out_TO.add_(self._bias_O)
+            if self._bias_O is not None:
+                out_TO.add_(self._bias_O)
 
 
 def _held(weight: Float8Weight, device: torch.device) -> Float8Weight:
