@@ -1,9 +1,8 @@
 """The GPU engine alone: right first, then prefill and decode rates beside their floors.
 
-    python benchmarks/gpu_engine.py --out DIR [--skip-check | --only-check] [--profile]
-        [--kv-cache-dtype fp8] [--weights awq|fp8|fp8-blocks] [--prefill-weights same|fp8|bf16]
     PYTHONPATH=src:. python benchmarks/gpu_engine.py --out DIR [--skip-check | --only-check]
         [--profile] [--kv-cache-dtype fp8] [--weights awq|fp8|fp8-blocks]
+        [--prefill-weights same|fp8|bf16]
 
 Check: a tiny random checkpoint of each family, several prompts batched, chunked and out of CUDA
 graphs; every token chosen must be, by transformers in float32 on the same history, the best or
@@ -226,6 +225,9 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
     engine, kept = make(config, folder, runner)
     rows = []
     weight_bytes, tflops, _ = WEIGHTS[arguments.weights]
+    copy = kept["loaded"].runner.prefill_weights
+    if copy in {"fp8", "int8"}:
+        tflops = WEIGHTS["fp8"][1]
     for budget in BUDGETS:
         engine = setup.make_engine(
             replace(config, max_num_batched_tokens=budget), kept["loaded"], runner.submit
@@ -264,7 +266,7 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
         f"_kv-{arguments.kv_cache_dtype}.json"
     )
     settings = {"weights": arguments.weights, "kv_cache_dtype": arguments.kv_cache_dtype}
-    settings |= {"prefill_weights": arguments.prefill_weights}
+    settings |= {"prefill_weights": arguments.prefill_weights, "prefill_copy": copy}
     (arguments.out / name).write_text(json.dumps({**settings, "rows": rows}))
     if arguments.profile:
         for batch, context in ((50, 500), (128, 4500)):

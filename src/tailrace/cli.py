@@ -433,17 +433,25 @@ def _check_accuracy(
     against: Annotated[
         str, typer.Option(help="The reference; default: the same checkpoint, unpacked, exact.")
     ] = "",
-    positions: Annotated[int, typer.Option(help="Positions of text to compare.")] = 20_000,
+    positions: Annotated[
+        int, typer.Option(help="Positions of text to compare, in each reading.")
+    ] = 20_000,
     text: Annotated[
         Path | None, typer.Option(help="A text, or a folder of .txt files; default: Python's own.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "auto",
     quant_type: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "auto",
-    gpus: Annotated[str, typer.Option(help="As of `tailrace serve`; default: the CPU.")] = "",
+    gpus: Annotated[
+        str,
+        typer.Option(
+            help="As of `tailrace serve`; default: the CPU. The text is read in steps of prompts "
+            "and again of decodes, and both must keep the bound."
+        ),
+    ] = "",
     prefill_weights: Annotated[
         str,
         typer.Option(
-            help="fp8 | bf16: by that copy, as prompts are served, and the result is recorded for "
+            help="fp8 | bf16: prompts by that copy, as they are served, and recorded for "
             "`tailrace serve --prefill-weights auto`."
         ),
     ] = "same",
@@ -468,17 +476,23 @@ def _check_accuracy(
     from tailrace.engine.setup import pin_threads  # noqa: PLC0415
 
     pin_threads(config.threads)  # before torch is imported, with what follows
-    from tailrace.engine.accuracy import Bound, check_accuracy, record  # noqa: PLC0415
+    from tailrace.engine.accuracy import (  # noqa: PLC0415
+        Bound,
+        check_accuracy,
+        readings_of,
+        record,
+    )
 
     words, _ = corpus_text(text)
     bound = Bound(min_agreement, max_divergence)
-    with typer.progressbar(length=positions, file=sys.stderr) as bar:
+    length = positions * len(readings_of(config))
+    with typer.progressbar(length=length, file=sys.stderr) as bar:
         found = check_accuracy(
             config, words, positions=positions, against=against, progress=bar.update
         )
     typer.echo(found.describe(bound))
     if prefill_weights != "same":
-        typer.echo(record(config, found, against=against))
+        typer.echo(record(config, found.first, against=against))
     raise typer.Exit(0 if found.keeps(bound) else 1)
 
 

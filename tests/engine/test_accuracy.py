@@ -8,12 +8,18 @@ from tailrace import cli
 from tailrace.config import EngineConfig
 from tailrace.engine.accuracy import (
     CPU,
+    DECODES,
+    PROMPTS,
     WINDOW_TOKENS,
+    Accuracy,
     Bound,
     Device,
+    Reading,
+    Report,
     check_accuracy,
     compare,
     cut_windows,
+    readings_of,
     record,
 )
 from tailrace.errors import ConfigError
@@ -73,27 +79,71 @@ def test_a_later_window_sees_nothing_of_the_one_before(source):
     assert both.divergence * both.positions == pytest.approx(total, rel=1e-9)
 
 
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_decodes_beside_one_another_are_what_their_windows_are_alone(tmp_path, source, count):
+    """Of lengths that differ by one, more of them than a step has rows."""
+    other = load(make_tiny_checkpoint(tmp_path / "other", seed=1))
+    model, text = load(source), list(TEXT.encode())
+    windows = [text[40 * n : 40 * n + 20 + (n > 1)] for n in range(count)]
+    whole = compare(model, other, windows, CPU)
+    found = compare(model, other, windows, CPU, reading=Reading("decodes", 3, decodes=True))
+    assert found.positions == whole.positions == sum(map(len, windows)) - count
+    assert (found.rows, whole.rows) == (min(count, 3), 19 + (count > 2))
+    for name in ("agreement", "divergence", "worst_divergence", "perplexity"):
+        assert getattr(found, name) == pytest.approx(getattr(whole, name), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("positions", "longest", "prompts", "decodes"),
+    [(1, 4096, [1], [1]), (40, 4096, [40], [2] * 20), (20_000, 4096, [1000] * 20, [625] * 32),
+     (40_000, 4096, [1000] * 40, [1000] * 40), (1200, 512, [400] * 3, [38] * 16 + [37] * 16)],
+)  # fmt: skip
+def test_prompts_come_in_steps_of_512_or_more_and_decodes_in_32(
+    positions, longest, prompts, decodes
+):
+    text = list(range(2 * positions + 1))
+    for reading, sizes in ((PROMPTS, prompts), (DECODES, decodes)):
+        windows = reading.cut(text, positions, longest)
+        assert [len(window) - 1 for window in windows] == sizes
+    assert readings_of(EngineConfig(gpus=(0,))) == (PROMPTS, DECODES)
+
+
+def test_every_reading_must_keep_the_bound():
+    good = Accuracy(9, 1.0, 0.0, 0.0, 2.0, 2.0, "prompts", 1024)
+    bad = replace(good, divergence=0.1, reading="decodes", rows=32)
+    assert Report("s", "r", (good, good)).keeps(Bound())
+    for readings in ((good, bad), (bad, good)):
+        report = Report("s", "r", readings)
+        assert not report.keeps(Bound())
+        shown = report.describe(Bound())
+        assert (shown.count("kept"), shown.count("MISSED")) == (1, 1)
+        assert "prompts     1,024 rows a step" in shown
+        assert "decodes     32 rows a step" in shown
+
+
 @pytest.mark.parametrize("form", [awq(32), float8(blocks=True)], ids=["awq", "fp8"])
 def test_quantised_weights_in_float32_are_their_own_reference(tmp_path, source, form):
     folder = write_quantized(source, tmp_path / "q", form)
     for against in ("", str(plain_beside(folder))):
-        found = check_accuracy(config(folder), TEXT, positions=150, against=against)
+        report = check_accuracy(config(folder), TEXT, positions=150, against=against)
+        (found,) = report.readings
         assert (found.agreement, found.divergence) == (1.0, 0.0)
         assert found.perplexity == found.reference_perplexity
         assert found.keeps(Bound(agreement=1.0, divergence=0.0))
-    assert form.config["quant_method"] in found.served
+    assert form.config["quant_method"] in report.served
 
 
 def test_rounding_is_seen_and_held_to_its_bound(source):
     seen = []
     asked = config(source, quant_type="fp8")
-    found = check_accuracy(asked, TEXT, positions=500, progress=seen.append)
+    report = check_accuracy(asked, TEXT, positions=500, progress=seen.append)
+    (found,) = report.readings
     assert sum(seen) == found.positions == 500
     assert 0 < found.divergence < 0.05
     assert found.divergence < found.worst_divergence
     assert not found.keeps(Bound(divergence=found.divergence / 2))
     assert not found.keeps(Bound(agreement=1.1, divergence=1.0))
-    assert "rounded here" in found.served
+    assert "rounded here" in report.served
 
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
@@ -124,7 +174,13 @@ def test_a_gpus_kernels_are_compared_over_their_own_caches(tmp_path):
 
 @pytest.mark.parametrize(
     ("tokens", "positions", "sizes"),
-    [(400, 1, [2]), (400, 399, [400]), (3100, 1024, [1025]), (9000, 2500, [1025, 1025, 453])],
+    [
+        (400, 1, [2]),
+        (400, 399, [400]),
+        (3100, 1024, [1025]),
+        (3100, 1025, [514, 513]),
+        (9000, 2500, [835, 834, 834]),
+    ],
 )
 def test_windows_hold_the_positions_and_an_answer_each(tokens, positions, sizes):
     windows = cut_windows(list(range(tokens)), positions)
@@ -164,7 +220,7 @@ def test_tokenizers_that_differ_are_refused(tmp_path, source):
 
 def test_a_window_longer_than_the_models_context_is_not_asked_for(tmp_path):
     short = make_tiny_checkpoint(tmp_path / "short", max_position_embeddings=128)
-    found = check_accuracy(config(short), TEXT, positions=1000)
+    found = check_accuracy(config(short), TEXT, positions=1000).first
     assert found.positions == 1000
     assert found.agreement == 1.0
 
@@ -215,10 +271,19 @@ def test_a_copy_for_prompts_is_what_the_text_is_read_by(tmp_path, monkeypatch):
     source = make_tiny_checkpoint(tmp_path, num_hidden_layers=1)
     asked = config(source, prefill_weights="fp8", gpus=(0,), dtype="float16")
     # More rows than an FP8 copy takes without rounding them.
-    found = check_accuracy(asked, TEXT, positions=80)
-    assert "for prompts FP8 by channel" in found.served
-    assert 0.0 < found.divergence < 0.05
-    assert record(asked, found, against="") == "not recorded: fewer than 20,000 positions"
+    seen = []
+    report = check_accuracy(asked, TEXT, positions=80, progress=seen.append)
+    assert "for prompts FP8 by channel" in report.served
+    prompts, decodes = report.readings
+    assert [(found.reading, found.rows, found.positions) for found in report.readings] == [
+        ("prompts", 80, 80),
+        ("decodes", 27, 80),
+    ]
+    assert sum(seen) == 160
+    assert 0.0 < prompts.divergence < 0.05
+    # By the weights as they are, which are their own reference.
+    assert (decodes.agreement, decodes.divergence) == (1.0, pytest.approx(0.0, abs=1e-9))
+    assert "not recorded: fewer than" in record(asked, report.first, against="")
     with pytest.raises(ConfigError, match="weights are in float16 already, so no copy is made"):
         check_accuracy(replace(asked, prefill_weights="bf16"), TEXT, positions=80)
 

@@ -112,7 +112,7 @@ def test_a_record_that_cannot_be_written_is_an_error(folder, monkeypatch, tmp_pa
 
 
 def accuracy(positions=LEAST_POSITIONS):
-    return Accuracy(positions, 0.995, 0.002, 0.1, 20.0, 20.0, "served", "reference")
+    return Accuracy(positions, 0.995, 0.002, 0.1, 20.0, 20.0)
 
 
 def test_the_command_records_a_copy_beside_its_own_checkpoint_only(folder):

@@ -123,4 +123,4 @@ def test_what_llm_compressor_writes_is_served_and_passes_the_check(
     assert load_config(tmp_path / "out").quantization.method == method
     assert accuracy(tmp_path / "out").keeps(Bound(agreement=1.0, divergence=0.0))
     beside_the_source = accuracy(tmp_path / "out", against=str(source))
-    assert 0 < beside_the_source.divergence < 0.5
+    assert 0 < beside_the_source.first.divergence < 0.5

@@ -1,19 +1,26 @@
 """How far a model, as it is served, is from its reference: over real text, position by position.
 
-Both models read the same windows of text, chunk by chunk through a paged cache, as the engine has
-them read prompts. At every position their next-token distributions p (reference) and q (served) are
-compared:
+Both models read the same windows of text through a paged cache, in steps as the engine has. On a
+GPU, kernels and even formats are chosen by a step's rows and by whether it decodes; so the text is
+read twice, and both readings are held to the bound:
+
+    prompts    one window after the other, up to 1024 rows a step
+    decodes    32 windows beside one another, a row of each a step
+
+On a CPU no result depends on the rows of a step, and one reading says it all. At every position the
+models' next-token distributions p (reference) and q (served) are compared:
 
     agreement     the share of positions where both name the same likeliest token
     divergence    the mean of sum(p * (log p - log q)), in nats
 
-Positions are whole windows spread evenly over the text. The tokens are the text's own, so an early
-difference does not make later ones.
+Windows are as long as one another, and spread evenly over the text. The tokens are the text's own,
+so an early difference does not make later ones.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,10 +47,37 @@ if TYPE_CHECKING:
 
 WINDOW_TOKENS = 1024
 """Most tokens that a position looks back on."""
-_CHUNK_TOKENS = 128
-"""Tokens of one step: their distributions are held in float64, twice."""
+_LOGIT_ROWS = 128
+"""Rows whose distributions are held at once, in float64, twice."""
 _BLOCK_TOKENS = 16
-_BLOCKS = WINDOW_TOKENS // _BLOCK_TOKENS
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way of going over the text."""
+
+    name: str
+    rows: int
+    """Most of one step."""
+    decodes: bool = False
+    """Whether a step has one row of each of several windows, instead of many of one."""
+
+    def cut(self, token_ids: list[int], positions: int, longest: int) -> list[list[int]]:
+        """Return windows of at most `longest` positions; see `cut_windows`.
+
+        Raises:
+            ConfigError: The text is too short.
+        """
+        most = min(longest, WINDOW_TOKENS)
+        if self.decodes:  # as many windows as a step has rows, where there is text for it
+            most = min(most, -(-max(positions, 1) // self.rows))
+        return cut_windows(token_ids, positions, window_tokens=most)
+
+
+TEXT = Reading("text", 128)
+PROMPTS = Reading("prompts", WINDOW_TOKENS)
+"""Past any number of rows from which on kernels are the same, 512 where windows are shortest."""
+DECODES = Reading("decodes", 32, decodes=True)
 
 
 @dataclass(frozen=True)
@@ -71,7 +105,7 @@ CPU = Device(torch.device("cpu"), allocate_kv, torch.int64)
 
 @dataclass(frozen=True)
 class Accuracy:
-    """What was found."""
+    """What one reading found."""
 
     positions: int
     agreement: float
@@ -83,9 +117,9 @@ class Accuracy:
     perplexity: float
     """Of the served model, on the text."""
     reference_perplexity: float
-    served: str
-    """What was compared, in words."""
-    reference: str
+    reading: str = TEXT.name
+    rows: int = 0
+    """Of the largest step."""
 
     def keeps(self, bound: Bound) -> bool:
         """Tell whether both figures are within their bounds."""
@@ -95,8 +129,7 @@ class Accuracy:
         """Say it in a few lines."""
         kept = "kept" if self.keeps(bound) else "MISSED"
         return (
-            f"served      {self.served}\n"
-            f"reference   {self.reference}\n"
+            f"{self.reading:<12}{self.rows:,} rows a step\n"
             f"positions   {self.positions:,}\n"
             f"agreement   {self.agreement:.4%} of likeliest tokens (bound {bound.agreement:.2%})\n"
             f"divergence  {self.divergence:.6f} nats in the mean (bound {bound.divergence:g}), "
@@ -106,6 +139,35 @@ class Accuracy:
         )
 
 
+@dataclass(frozen=True)
+class Report:
+    """What all readings found."""
+
+    served: str
+    """What was compared, in words."""
+    reference: str
+    readings: tuple[Accuracy, ...]
+
+    @property
+    def first(self) -> Accuracy:
+        """The reading of the text in large steps: by it prompts are judged."""
+        return self.readings[0]
+
+    def keeps(self, bound: Bound) -> bool:
+        """Tell whether every reading is within the bound."""
+        return all(found.keeps(bound) for found in self.readings)
+
+    def describe(self, bound: Bound) -> str:
+        """Say it in a few lines."""
+        parts = [found.describe(bound) for found in self.readings]
+        return "\n".join((f"served      {self.served}\nreference   {self.reference}", *parts))
+
+
+def readings_of(config: EngineConfig) -> tuple[Reading, ...]:
+    """Return how the text is read where this is served."""
+    return (PROMPTS, DECODES) if config.gpus else (TEXT,)
+
+
 def check_accuracy(
     config: EngineConfig,
     text: str,
@@ -113,17 +175,17 @@ def check_accuracy(
     positions: int,
     against: str = "",
     progress: Callable[[int], None] = lambda _: None,
-) -> Accuracy:
+) -> Report:
     """Load a model as it is served and its reference, and compare them over a text.
 
     On a CPU the reference is computed in float32. On a GPU it is computed in the activations' dtype
-    from unpacked weights, by the same attention. Where `config.prefill_weights` names a copy, every
-    row goes by it, as prompts do.
+    from unpacked weights, by the same attention. Where `config.prefill_weights` names a copy,
+    prompts go by it, and decodes by the weights as they are.
 
     Args:
         config: The served model, as `tailrace serve` takes it.
         text: Real text of at least `positions` tokens.
-        positions: How many are compared.
+        positions: How many are compared, in each reading.
         against: The reference's path; empty: the same checkpoint.
         progress: Is told how many positions each step brought.
 
@@ -134,24 +196,32 @@ def check_accuracy(
     folder = resolve(config)
     behind = resolve(replace(config, model_path=against)) if against else folder
     longest = min(load_config(place).max_position for place in (folder, behind))
-    windows = cut_windows(
-        _token_ids(folder, behind, text), positions, window_tokens=min(longest, WINDOW_TOKENS)
-    )
+    token_ids = _token_ids(folder, behind, text)
+    readings = readings_of(config)
+    # Before models are loaded: the text may be too short.
+    windows = [reading.cut(token_ids, positions, longest) for reading in readings]
     device, served, reference = _load(config, folder, behind)
     if served.config.vocab_size != reference.config.vocab_size:
         raise ConfigError(
             f"--against {against}: its vocabulary of {reference.config.vocab_size} is not that of "
             f"{config.model_path}, {served.config.vocab_size}"
         )
-    return compare(served, reference, windows, device, progress)
+    return Report(
+        served=describe_weights(served),
+        reference=describe_weights(reference),
+        readings=tuple(
+            compare(served, reference, cut, device, progress, reading=reading)
+            for reading, cut in zip(readings, windows, strict=True)
+        ),
+    )
 
 
 def record(config: EngineConfig, found: Accuracy, *, against: str) -> str:
-    """Keep what was found of a prompts' copy, for `--prefill-weights auto`; say where, or why not.
+    """Keep what was found of prompts' copy, for `--prefill-weights auto`; say where, or why not.
 
     Args:
         config: The served model; `prefill_weights` names the copy.
-        found: From `check_accuracy`.
+        found: Of prompts; the first reading of `check_accuracy`.
         against: The reference's path; only a checkpoint's own precision is a measure of a copy.
 
     Raises:
@@ -174,21 +244,20 @@ def record(config: EngineConfig, found: Accuracy, *, against: str) -> str:
 def cut_windows(
     token_ids: list[int], positions: int, *, window_tokens: int = WINDOW_TOKENS
 ) -> list[list[int]]:
-    """Return windows of `positions` tokens in all, and spread evenly over the text.
+    """Return windows of `positions` tokens in all, as long as one another, and spread evenly.
 
     A window's last token is only the answer to the position before it.
 
     Args:
         token_ids: The text.
         positions: How many are to be compared.
-        window_tokens: Positions of one window.
+        window_tokens: Most positions of one window.
 
     Raises:
         ConfigError: The text is too short.
     """
-    sizes = [window_tokens] * (positions // window_tokens)
-    if positions % window_tokens:
-        sizes.append(positions % window_tokens)
+    count = max(1, -(-positions // window_tokens))
+    sizes = [positions // count + (index < positions % count) for index in range(count)]
     needed = positions + len(sizes)
     if positions < 1 or len(token_ids) < needed:
         raise ConfigError(
@@ -209,6 +278,8 @@ def compare(
     windows: list[list[int]],
     device: Device,
     progress: Callable[[int], None] = lambda _: None,
+    *,
+    reading: Reading = TEXT,
 ) -> Accuracy:
     """Compare two loaded models over windows of tokens; see the module's docstring.
 
@@ -218,23 +289,30 @@ def compare(
         windows: From `cut_windows`.
         device: Where both models are.
         progress: Is told how many positions each step brought.
+        reading: How windows are cut into steps.
     """
     agreed: list[Tensor] = []
     divergences: list[Tensor] = []
     surprises: list[Tensor] = []
+    width = -(-max(map(len, windows)) // _BLOCK_TOKENS)
+    places = min(len(windows), reading.rows) if reading.decodes else 1
     readers = [
-        _Reader(model, device.allocate_kv(model, _BLOCKS, _BLOCK_TOKENS), device)
+        _Reader(model, device.allocate_kv(model, width * places, _BLOCK_TOKENS), device, width)
         for model in (served, reference)
     ]
-    for window in windows:
-        answers = torch.tensor(window[1:])
-        chunks = zip(*(reader.read(window[:-1]) for reader in readers), strict=True)
-        for start, (q, p) in zip(range(0, len(answers), _CHUNK_TOKENS), chunks, strict=True):
+    largest = 0
+    for step in _steps(windows, reading):
+        largest = max(largest, len(step.token_ids))
+        answers = torch.tensor(step.answers, device=device.device)
+        hidden = [reader.hidden(step) for reader in readers]
+        for start in range(0, len(answers), _LOGIT_ROWS):
+            part = slice(start, start + _LOGIT_ROWS)
+            q, p = (reader.log_probs(x[part]) for reader, x in zip(readers, hidden, strict=True))
             agreed.append(q.argmax(-1) == p.argmax(-1))
             # A token of probability 0 in the reference costs nothing: 0 * log 0 is 0.
             costs = torch.where(p > -torch.inf, p.exp() * (p - q), 0.0)
             divergences.append(costs.sum(-1))
-            wanted = answers[start : start + len(q)].to(q.device).unsqueeze(1)
+            wanted = answers[part].unsqueeze(1)
             surprises.append(-torch.stack([q.gather(1, wanted), p.gather(1, wanted)]).squeeze(-1))
             progress(len(q))
     divergence = torch.cat(divergences)
@@ -246,43 +324,86 @@ def compare(
         worst_divergence=divergence.max().item(),
         perplexity=perplexity,
         reference_perplexity=reference_perplexity,
-        served=describe_weights(served),
-        reference=describe_weights(reference),
+        reading=reading.name,
+        rows=largest,
     )
 
 
 @dataclass(frozen=True)
+class _Step:
+    """Rows of one step, and the tokens that follow them."""
+
+    token_ids: list[int]
+    answers: list[int]
+    spans: list[tuple[int, int]]
+    """First position and end of each sequence's rows; a sequence's place is its index."""
+    decodes: int
+
+
+def _steps(windows: list[list[int]], reading: Reading) -> Iterator[_Step]:
+    """Yield all positions of all windows, each after those that it looks back on."""
+    if not reading.decodes:
+        for window in windows:
+            for start in range(0, len(window) - 1, reading.rows):
+                end = min(start + reading.rows, len(window) - 1)
+                yield _Step(window[start:end], window[start + 1 : end + 1], [(start, end)], 0)
+        return
+    for first in range(0, len(windows), reading.rows):
+        # The longest ones first: a sequence that ends leaves every other in its place.
+        group = sorted(windows[first : first + reading.rows], key=len, reverse=True)
+        for start in range(len(group[0]) - 1):
+            here = [window for window in group if start < len(window) - 1]
+            yield _Step(
+                [window[start] for window in here],
+                [window[start + 1] for window in here],
+                [(start, start + 1)] * len(here),
+                len(here),
+            )
+
+
+@dataclass(frozen=True)
 class _Reader:
-    """Reads one window after the other, over a cache that holds one."""
+    """Reads step after step, over a cache with a place for each sequence of one."""
 
     model: CausalLM
     caches: list[KVCache]
     device: Device
+    width: int
+    """Blocks of one place."""
 
     @torch.inference_mode()
-    def read(self, token_ids: list[int]) -> Iterator[Tensor]:
-        """Yield natural-log probabilities, float64 [rows, V], of one chunk after the other."""
-        for start in range(0, len(token_ids), _CHUNK_TOKENS):
-            chunk = token_ids[start : start + _CHUNK_TOKENS]
-            ids = torch.tensor(chunk, device=self.device.device)
-            hidden = self.model.forward(ids, self._batch(start, len(chunk)), self.caches)
-            yield self.model.logits(hidden).double().log_softmax(-1)
+    def hidden(self, step: _Step) -> Tensor:
+        """Return hidden states [rows, H]."""
+        ids = torch.tensor(step.token_ids, device=self.device.device)
+        return self.model.forward(ids, self._batch(step), self.caches)
 
-    def _batch(self, start: int, rows: int) -> AttentionBatch:
-        end = start + rows
-        places = torch.arange(start, end, dtype=self.device.index, device=self.device.device)
+    @torch.inference_mode()
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        """Return natural-log probabilities, float64 [rows, V], of hidden states [rows, H]."""
+        return self.model.logits(hidden).double().log_softmax(-1)
 
-        def here(values: list[int] | range) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=self.device.device)
+    def _batch(self, step: _Step) -> AttentionBatch:
+        sizes = [end - start for start, end in step.spans]
+        positions = [p for start, end in step.spans for p in range(start, end)]
+        place_tokens = self.width * _BLOCK_TOKENS
+        slots = [
+            place * place_tokens + position
+            for place, (start, end) in enumerate(step.spans)
+            for position in range(start, end)
+        ]
+
+        def here(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=self.device.device)
 
         return AttentionBatch(
-            query_starts=here([0, rows]),
-            kv_lens=here([end]),
-            block_tables=here(range(_BLOCKS)).unsqueeze(0),
-            positions=places,
-            slots=places,
-            max_query_len=rows,
-            max_kv_len=end,
+            query_starts=here([0, *accumulate(sizes)]),
+            kv_lens=here([end for _, end in step.spans]),
+            block_tables=here(list(range(len(sizes) * self.width))).view(-1, self.width),
+            positions=here(positions, self.device.index),
+            slots=here(slots, self.device.index),
+            max_query_len=max(sizes),
+            max_kv_len=max(end for _, end in step.spans),
+            num_decodes=step.decodes,
         )
 
 
