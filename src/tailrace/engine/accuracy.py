@@ -76,7 +76,7 @@ class Reading:
 
 TEXT = Reading("text", 128)
 PROMPTS = Reading("prompts", WINDOW_TOKENS)
-"""Past any number of rows from which on kernels are the same, 512 where windows are shortest."""
+"""Windows have 512 rows or more where the text and the context do: other formats begin below."""
 DECODES = Reading("decodes", 32, decodes=True)
 
 
