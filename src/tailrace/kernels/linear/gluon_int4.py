@@ -1,0 +1,606 @@
+"""A linear layer of few rows over a weight in 4 bits, in Gluon, for Hopper: loads run beside products.
+
+`triton_int4` says what is computed, `packed_int4` how the weight lies. What is hard here is traffic:
+every tile of outputs reads all rows again, from the L2 cache, and at 64 rows those reads are twice
+the weight's bytes where tiles are 128 wide. So a program takes 256 outputs, in two sides of 128:
+
+    producer    1 warp: copies a chunk of codes and of the rows into a ring in shared memory (TMA)
+    side 0, 1   4 warps each: codes to registers, unpacked there, multiplied by the rows in the ring
+
+The sides wait for no one but the ring, so one unpacks and scales while the other multiplies. A unit
+of work is one chunk of one tile; programs take equal runs of units, tile after tile, one program a
+multiprocessor, so no tail of a last wave is left. A tile cut by a run's end is added up by whichever
+of its programs comes last, part after part in order: a row's sum depends on no neighbour.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tailrace.kernels.linear.triton_int4 import UNPACK_BFLOAT16, UNPACK_FLOAT16
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tailrace.kernels.linear.packed_int4 import PackedInt4
+    from tailrace.kernels.linear.workspace import SplitScratch
+
+HALF = gl.constexpr(64)
+"""Outputs that four warps multiply at a time: the tensor core's wide side."""
+SIDE = gl.constexpr(128)
+"""Outputs of one side: two halves, in turn."""
+
+
+@gluon.jit
+def _weights(codes, meta, dtype: gl.constexpr, layout: gl.constexpr):
+    """Return [HALF, CHUNK] of code - zero, in registers, from int16 [HALF, CHUNK / 4]."""
+    chunk: gl.constexpr = codes.shape[1] * 4
+    # The same registers hold them: a thread's outputs are those of its sums.
+    zeros = gl.convert_layout(meta & 15, gl.SliceLayout(1, layout), assert_trivial=True)
+    if dtype == gl.bfloat16:
+        offsets = (zeros | 0xC300).to(gl.int16)[:, None].broadcast_to(codes.shape)
+        w0, w1, w2, w3 = gl.inline_asm_elementwise(
+            UNPACK_BFLOAT16,
+            "=r,=r,=r,=r,r,r",
+            args=[codes, offsets],
+            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        offsets = (zeros | 0xE400).to(gl.int16)[:, None].broadcast_to(codes.shape)
+        w0, w1, w2, w3 = gl.inline_asm_elementwise(
+            UNPACK_FLOAT16,
+            "=r,=r,=r,=r,r,r",
+            args=[codes, offsets],
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    # Nibble i is the i-th quarter of the chunk: the quarters side by side, without a move.
+    nibbles = gl.join(gl.join(w0, w1), gl.join(w2, w3))
+    whole = nibbles.permute(0, 3, 2, 1).reshape(HALF, chunk)
+    return gl.convert_layout(whole, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _meta(meta_ptr, chunk, outputs, padded_n, CHUNKS_A_GROUP: gl.constexpr):
+    """Return the scales and zero points of a chunk: int32 [outputs]."""
+    at = meta_ptr + (chunk // CHUNKS_A_GROUP) * padded_n + outputs
+    return gl.load(at, mask=outputs < padded_n, other=0)
+
+
+@gluon.jit
+def _scale(meta):
+    return (meta & -16).to(gl.float32, bitcast=True)[:, None]
+
+
+@gluon.jit
+def _produce(descs, rings, bars, low, high, sizes):
+    """Keep the rings full, a unit a slot."""
+    codes_desc, x_desc = descs
+    codes_ring, x_ring = rings
+    full, free = bars
+    N, padded_n, num_rows, chunks, units, span = sizes
+    STAGES: gl.constexpr = codes_ring.shape[0]
+    PIECES: gl.constexpr = x_ring.shape[0] // STAGES
+    BLOCK_N: gl.constexpr = codes_ring.shape[1]
+    PIECE: gl.constexpr = x_ring.shape[1]
+    CHUNK: gl.constexpr = x_ring.shape[2]
+    tile = low // chunks
+    chunk = low - tile * chunks
+    slot = 0
+    phase = 1  # a new barrier's last phase counts as done: the first round finds every slot free
+    for _ in range(low, high):
+        bar = full.index(slot)
+        mbarrier.wait(free.index(slot), phase)
+        mbarrier.expect(bar, codes_desc.block_type.nbytes + PIECES * x_desc.block_type.nbytes)
+        at = chunk * padded_n + tile * BLOCK_N
+        tma.async_copy_global_to_shared(codes_desc, [at, 0], bar, codes_ring.index(slot))
+        for piece in gl.static_range(PIECES):
+            tma.async_copy_global_to_shared(
+                x_desc, [piece * PIECE, chunk * CHUNK], bar, x_ring.index(slot * PIECES + piece)
+            )
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            phase ^= 1
+        chunk += 1
+        if chunk == chunks:
+            chunk = 0
+            tile += 1
+
+
+@gluon.jit
+def _parts_at(acc, part_ptr, half: gl.constexpr, piece: gl.constexpr, PIECES: gl.constexpr):
+    """Return where a part's sums [HALF, PIECE] lie: [SIDE, PIECES * PIECE] in all, outputs first."""
+    ROWS: gl.constexpr = PIECES * acc.shape[1]
+    layout: gl.constexpr = acc.type.layout
+    inner = half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
+    rows = piece * acc.shape[1] + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
+    return part_ptr + inner[:, None] * ROWS + rows[None, :]
+
+
+@gluon.jit
+def _save(acc, part_ptr, half: gl.constexpr, piece: gl.constexpr, PIECES: gl.constexpr):
+    gl.store(_parts_at(acc, part_ptr, half, piece, PIECES), acc)
+
+
+@gluon.jit
+def _gathered(
+    acc, part_ptr, count, apart, half: gl.constexpr, piece: gl.constexpr, PIECES: gl.constexpr
+):
+    """Return the sum of `count` parts, in order; `apart` floats lie between them."""
+    # As many are loaded at a time as registers hold.
+    TOGETHER: gl.constexpr = 128 // (PIECES * acc.shape[1])
+    at = _parts_at(acc, part_ptr, half, piece, PIECES)
+    total = gl.zeros_like(acc)
+    for index in range(0, count, TOGETHER):
+        if TOGETHER == 8:
+            p0 = _part(at, index, count, apart)
+            p1 = _part(at, index + 1, count, apart)
+            p2 = _part(at, index + 2, count, apart)
+            p3 = _part(at, index + 3, count, apart)
+            p4 = _part(at, index + 4, count, apart)
+            p5 = _part(at, index + 5, count, apart)
+            p6 = _part(at, index + 6, count, apart)
+            p7 = _part(at, index + 7, count, apart)
+            total = total + p0 + p1 + p2 + p3 + p4 + p5 + p6 + p7
+        elif TOGETHER == 4:
+            p0 = _part(at, index, count, apart)
+            p1 = _part(at, index + 1, count, apart)
+            p2 = _part(at, index + 2, count, apart)
+            p3 = _part(at, index + 3, count, apart)
+            total = total + p0 + p1 + p2 + p3
+        elif TOGETHER == 2:
+            p0 = _part(at, index, count, apart)
+            p1 = _part(at, index + 1, count, apart)
+            total = total + p0 + p1
+        else:
+            total = total + _part(at, index, count, apart)
+    return total
+
+
+@gluon.jit
+def _part(at, index, count, apart):
+    return gl.load(at + index * apart, mask=index < count, other=0.0, cache_modifier=".cg")
+
+
+@gluon.jit
+def _store(
+    acc,
+    pointers,
+    sizes,
+    output,
+    half: gl.constexpr,
+    piece: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    dtype: gl.constexpr,
+):
+    """Write sums [HALF, PIECE] to out [T, N], 16 bytes of a row a thread."""
+    bias_ptr, out_ptr, part_ptr, arrivals = pointers
+    N, padded_n, num_rows, chunks, units, span = sizes
+    first = output + half * HALF
+    if HAS_BIAS:
+        outputs = first + gl.arange(0, HALF, layout=gl.SliceLayout(1, acc.type.layout))
+        bias = gl.load(bias_ptr + outputs, mask=outputs < N, other=0.0)
+        acc += bias.to(gl.float32)[:, None]
+    order: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    values = gl.convert_layout(acc.to(dtype), order)
+    outputs = first + gl.arange(0, HALF, layout=gl.SliceLayout(1, order))
+    rows = piece * acc.shape[1] + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, order))
+    is_place = (outputs < N)[:, None] & (rows < num_rows)[None, :]
+    gl.store(out_ptr + rows[None, :] * N + outputs[:, None], values, mask=is_place)
+
+
+@gluon.jit
+def _sharers(sizes, tile):
+    """Return the first program of a tile, and how many others it has."""
+    N, padded_n, num_rows, chunks, units, span = sizes
+    first = (tile * chunks) // span
+    last = (gl.minimum((tile + 1) * chunks, units) - 1) // span
+    return first, last - first
+
+
+@gluon.jit
+def _arrived_last(arrival, others):
+    """Tell whether all other programs of a tile have stored their parts; the last resets."""
+    gl.thread_barrier()  # all of this side's stores, before its arrival
+    is_last = gl.atomic_add(arrival, 1, sem="acq_rel") == others
+    if is_last:
+        gl.store(arrival, 0)  # for the next launch
+    return is_last
+
+
+@gluon.jit
+def _consume_narrow(
+    common,
+    side: gl.constexpr,
+    SIDES: gl.constexpr,
+    CHUNKS_A_GROUP: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):
+    """Multiply one side of each unit by up to 64 rows: a half is unpacked beside the other's product."""
+    rings, bars, meta_ptr, pointers, sizes, low, high = common
+    codes_ring, x_ring = rings
+    full, free = bars
+    bias_ptr, out_ptr, part_ptr, arrivals = pointers
+    N, padded_n, num_rows, chunks, units, span = sizes
+    STAGES: gl.constexpr = codes_ring.shape[0]
+    ROWS: gl.constexpr = x_ring.shape[1]
+    dtype: gl.constexpr = x_ring.dtype
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
+    inner = gl.arange(0, HALF, layout=gl.SliceLayout(1, sums))
+    zero = gl.zeros([HALF, ROWS], gl.float32, layout=sums)
+    slot = 0
+    phase = 0
+    for tile in range(low // chunks, (high - 1) // chunks + 1):
+        begin = gl.maximum(low - tile * chunks, 0)
+        end = gl.minimum(high - tile * chunks, chunks)
+        output = (tile * SIDES + side) * SIDE
+        meta0 = _meta(meta_ptr, begin, output + inner, padded_n, CHUNKS_A_GROUP)
+        meta1 = _meta(meta_ptr, begin, output + HALF + inner, padded_n, CHUNKS_A_GROUP)
+        acc0 = zero
+        acc1 = zero
+        for chunk in range(begin, end):
+            mbarrier.wait(full.index(slot), phase)
+            x = x_ring.index(slot).permute((1, 0))
+            codes = codes_ring.index(slot)
+            w0 = _weights(codes.slice(side * SIDE, HALF).load(left), meta0, dtype, left)
+            part0 = warpgroup_mma(w0, x, zero, use_acc=False, is_async=True)
+            w1 = _weights(codes.slice(side * SIDE + HALF, HALF).load(left), meta1, dtype, left)
+            part1 = warpgroup_mma(w1, x, zero, use_acc=False, is_async=True)
+            scale0 = _scale(meta0)
+            scale1 = _scale(meta1)
+            following = gl.minimum(chunk + 1, end - 1)
+            meta0 = _meta(meta_ptr, following, output + inner, padded_n, CHUNKS_A_GROUP)
+            meta1 = _meta(meta_ptr, following, output + HALF + inner, padded_n, CHUNKS_A_GROUP)
+            part0, w0 = warpgroup_mma_wait(1, deps=[part0, w0])
+            acc0 += part0 * scale0
+            part1, w1 = warpgroup_mma_wait(0, deps=[part1, w1])
+            gl.thread_barrier()  # all four warps are done with the slot
+            mbarrier.arrive(free.index(slot), count=1)
+            acc1 += part1 * scale1
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase ^= 1
+        first, others = _sharers(sizes, tile)
+        is_last = others == 0
+        if others > 0:
+            parts = part_ptr + ((tile + first) * SIDES + side) * (SIDE * ROWS)
+            mine = parts + (gl.program_id(0) - first) * (SIDES * SIDE * ROWS)
+            _save(acc0, mine, 0, 0, 1)
+            _save(acc1, mine, 1, 0, 1)
+            is_last = _arrived_last(arrivals + tile * SIDES + side, others)
+            if is_last:
+                acc0 = _gathered(acc0, parts, others + 1, SIDES * SIDE * ROWS, 0, 0, 1)
+                acc1 = _gathered(acc1, parts, others + 1, SIDES * SIDE * ROWS, 1, 0, 1)
+        if is_last:
+            _store(acc0, pointers, sizes, output, 0, 0, HAS_BIAS, dtype)
+            _store(acc1, pointers, sizes, output, 1, 0, HAS_BIAS, dtype)
+
+
+@gluon.jit
+def _consume_wide(
+    common,
+    side: gl.constexpr,
+    SIDES: gl.constexpr,
+    CHUNKS_A_GROUP: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):
+    """Multiply one side of each unit by two pieces of 64 rows.
+
+    Sums fill most registers: one product is in flight at a time, and what overlaps it is the other
+    side's work.
+    """
+    rings, bars, meta_ptr, pointers, sizes, low, high = common
+    codes_ring, x_ring = rings
+    full, free = bars
+    bias_ptr, out_ptr, part_ptr, arrivals = pointers
+    N, padded_n, num_rows, chunks, units, span = sizes
+    STAGES: gl.constexpr = codes_ring.shape[0]
+    PIECE: gl.constexpr = x_ring.shape[1]
+    PART: gl.constexpr = SIDE * 2 * PIECE
+    dtype: gl.constexpr = x_ring.dtype
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
+    inner = gl.arange(0, HALF, layout=gl.SliceLayout(1, sums))
+    zero = gl.zeros([HALF, PIECE], gl.float32, layout=sums)
+    slot = 0
+    phase = 0
+    for tile in range(low // chunks, (high - 1) // chunks + 1):
+        begin = gl.maximum(low - tile * chunks, 0)
+        end = gl.minimum(high - tile * chunks, chunks)
+        output = (tile * SIDES + side) * SIDE
+        meta0 = _meta(meta_ptr, begin, output + inner, padded_n, CHUNKS_A_GROUP)
+        meta1 = _meta(meta_ptr, begin, output + HALF + inner, padded_n, CHUNKS_A_GROUP)
+        acc00 = zero
+        acc01 = zero
+        acc10 = zero
+        acc11 = zero
+        for chunk in range(begin, end):
+            mbarrier.wait(full.index(slot), phase)
+            x0 = x_ring.index(2 * slot).permute((1, 0))
+            x1 = x_ring.index(2 * slot + 1).permute((1, 0))
+            codes = codes_ring.index(slot)
+            w = _weights(codes.slice(side * SIDE, HALF).load(left), meta0, dtype, left)
+            part = warpgroup_mma(w, x0, zero, use_acc=False, is_async=True)
+            part = warpgroup_mma_wait(0, deps=[part])
+            acc00 += part * _scale(meta0)
+            part = warpgroup_mma(w, x1, zero, use_acc=False, is_async=True)
+            part, w = warpgroup_mma_wait(0, deps=[part, w])
+            acc01 += part * _scale(meta0)
+            w = _weights(codes.slice(side * SIDE + HALF, HALF).load(left), meta1, dtype, left)
+            part = warpgroup_mma(w, x0, zero, use_acc=False, is_async=True)
+            part = warpgroup_mma_wait(0, deps=[part])
+            acc10 += part * _scale(meta1)
+            part = warpgroup_mma(w, x1, zero, use_acc=False, is_async=True)
+            scale = _scale(meta1)
+            following = gl.minimum(chunk + 1, end - 1)
+            meta0 = _meta(meta_ptr, following, output + inner, padded_n, CHUNKS_A_GROUP)
+            meta1 = _meta(meta_ptr, following, output + HALF + inner, padded_n, CHUNKS_A_GROUP)
+            part, w = warpgroup_mma_wait(0, deps=[part, w])
+            gl.thread_barrier()  # all four warps are done with the slot
+            mbarrier.arrive(free.index(slot), count=1)
+            acc11 += part * scale
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase ^= 1
+        first, others = _sharers(sizes, tile)
+        is_last = others == 0
+        if others > 0:
+            parts = part_ptr + ((tile + first) * SIDES + side) * PART
+            mine = parts + (gl.program_id(0) - first) * (SIDES * PART)
+            _save(acc00, mine, 0, 0, 2)
+            _save(acc01, mine, 0, 1, 2)
+            _save(acc10, mine, 1, 0, 2)
+            _save(acc11, mine, 1, 1, 2)
+            is_last = _arrived_last(arrivals + tile * SIDES + side, others)
+            if is_last:
+                acc00 = _gathered(acc00, parts, others + 1, SIDES * PART, 0, 0, 2)
+                acc01 = _gathered(acc01, parts, others + 1, SIDES * PART, 0, 1, 2)
+                acc10 = _gathered(acc10, parts, others + 1, SIDES * PART, 1, 0, 2)
+                acc11 = _gathered(acc11, parts, others + 1, SIDES * PART, 1, 1, 2)
+        if is_last:
+            _store(acc00, pointers, sizes, output, 0, 0, HAS_BIAS, dtype)
+            _store(acc01, pointers, sizes, output, 0, 1, HAS_BIAS, dtype)
+            _store(acc10, pointers, sizes, output, 1, 0, HAS_BIAS, dtype)
+            _store(acc11, pointers, sizes, output, 1, 1, HAS_BIAS, dtype)
+
+
+@gluon.jit
+def _consume(
+    common,
+    side: gl.constexpr,
+    SIDES: gl.constexpr,
+    CHUNKS_A_GROUP: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):
+    rings = common[0]
+    if rings[0].shape[0] == rings[1].shape[0]:
+        _consume_narrow(common, side, SIDES, CHUNKS_A_GROUP, HAS_BIAS)
+    else:
+        _consume_wide(common, side, SIDES, CHUNKS_A_GROUP, HAS_BIAS)
+
+
+@gluon.jit(do_not_specialize=["num_rows", "chunks", "units", "span"])
+def int4_hopper_kernel(
+    codes_desc,
+    x_desc,
+    meta_ptr,
+    bias_ptr,
+    out_ptr,
+    part_ptr,
+    arrivals,
+    num_rows,
+    N,
+    padded_n,
+    chunks,
+    units,
+    span,
+    PIECES: gl.constexpr,
+    CHUNKS_A_GROUP: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    BLOCK_N: gl.constexpr = codes_desc.block_type.shape[0]
+    QUARTER: gl.constexpr = codes_desc.block_type.shape[1]
+    PIECE: gl.constexpr = x_desc.block_type.shape[0]
+    SIDES: gl.constexpr = BLOCK_N // SIDE
+    codes_ring = gl.allocate_shared_memory(
+        codes_desc.dtype, [STAGES, BLOCK_N, QUARTER], codes_desc.layout
+    )
+    x_ring = gl.allocate_shared_memory(
+        x_desc.dtype, [STAGES * PIECES, PIECE, QUARTER * 4], x_desc.layout
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=SIDES)
+    low = gl.program_id(0) * span
+    high = gl.minimum(low + span, units)
+    rings = (codes_ring, x_ring)
+    bars = (full, free)
+    pointers = (bias_ptr, out_ptr, part_ptr, arrivals)
+    sizes = (N, padded_n, num_rows, chunks, units, span)
+    producer = ((codes_desc, x_desc), rings, bars, low, high, sizes)
+    common = (rings, bars, meta_ptr, pointers, sizes, low, high)
+    if SIDES == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (common, 0, SIDES, CHUNKS_A_GROUP, HAS_BIAS)),
+                (_consume, (common, 1, SIDES, CHUNKS_A_GROUP, HAS_BIAS)),
+                (_produce, producer),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [(_consume, (common, 0, SIDES, CHUNKS_A_GROUP, HAS_BIAS)), (_produce, producer)],
+            [1],
+            [24],
+        )
+
+
+@dataclass(frozen=True)
+class HopperShape:
+    """How the kernel is specialised, and how it is laid over the multiprocessors."""
+
+    sides: int
+    """Of a tile: 1 or 2, each 128 outputs wide."""
+    programs: int
+    """A multiprocessor; at most 2 with one side, else 1."""
+    least_span: int
+    """Fewest units a program: small layers are cut into fewer parts than there is room for."""
+
+    def stages(self, rows: int, chunk: int) -> int:
+        """Return how many units the ring holds, for tiles of so many rows."""
+        unit = self.sides * SIDE.value * chunk // 2 + rows * chunk * 2
+        return min(_MOST_STAGES, (_SHARED_BYTES // self.programs - _OTHER_SHARED_BYTES) // unit)
+
+    def cut(self, outputs: int, chunks: int, multiprocessors: int) -> tuple[int, int, int]:
+        """Return tiles, units a program and programs: of the layer and the GPU alone."""
+        tiles = -(-outputs // (self.sides * SIDE.value))
+        units = tiles * chunks
+        span = max(-(-units // (multiprocessors * self.programs)), min(self.least_span, chunks))
+        return tiles, span, -(-units // span)
+
+    def parts(self, outputs: int, chunks: int, rows: int, multiprocessors: int) -> int:
+        """Return the floats that parts of sums take, for tiles of so many rows."""
+        tiles, _, programs = self.cut(outputs, chunks, multiprocessors)
+        return (tiles + programs) * self.sides * SIDE.value * rows
+
+
+_SHARED_BYTES = 227 * 1024
+"""Of a Hopper multiprocessor's programs together."""
+_OTHER_SHARED_BYTES = 9 * 1024
+"""Of a program beside the ring: for the order of stores, barriers, and what the runtime takes."""
+_MOST_STAGES = 8
+_REGISTERS = {1: 128, 2: 168}
+"""A thread at the start, by sides: the producer's warps hand most of theirs over."""
+
+CANDIDATES: dict[int, tuple[HopperShape, ...]] = {
+    rows: tuple(
+        HopperShape(sides, programs, least)
+        for sides, programs in ((2, 1), (1, 2), (1, 1))
+        for least in (2, 4, 7, 14)
+        if (rows, programs) != (128, 2)
+    )
+    for rows in (16, 32, 64, 128)
+}
+"""By the rows of the tile, ascending: what a plan or a sweep may try."""
+
+MOST_ROWS = max(CANDIDATES)
+
+
+def shape_for(rows: int, outputs: int, chunks: int) -> tuple[int, HopperShape]:
+    """Return the tile's rows, and its shape, for at most `MOST_ROWS` rows of a layer."""
+    block_m = next(size for size in CANDIDATES if rows <= size)
+    units = -(-outputs // (2 * SIDE.value)) * chunks
+    if units < _SMALL:
+        return block_m, HopperShape(1, 1, 7)
+    return block_m, HopperShape(2, 1, 4)
+
+
+_SMALL = 132 * 7
+"""Units of 256 outputs; layers of fewer are bound by fixed costs, the merging of parts foremost."""
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def reserved_parts(outputs: int, chunks: int, device: torch.device) -> int:
+    """Return the floats of parts that any candidate needs for a layer."""
+    return max(
+        shape.parts(outputs, chunks, rows, _multiprocessors(device))
+        for rows, shapes in CANDIDATES.items()
+        for shape in shapes
+    )
+
+
+def _shared_layout(columns: int) -> gl.NVMMASharedLayout:
+    """Return the order of 16-bit rows in shared memory, swizzled over up to 128 bytes."""
+    return gl.NVMMASharedLayout(min(128, 2 * columns), 16, 2)
+
+
+def int4_hopper(
+    x_TI: Tensor,
+    weight: PackedInt4,
+    bias_O: Tensor | None,
+    *,
+    scratch: SplitScratch,
+    shape: HopperShape | None = None,
+) -> Tensor:
+    """Return x @ weight.T + bias [T, O] in x's dtype; sums are float32.
+
+    Args:
+        x_TI: Contiguous; 1 to `MOST_ROWS` rows, bfloat16 or float16, at a multiple of 16 bytes.
+        weight: On x's device, a Hopper GPU.
+        bias_O: In x's dtype, or none.
+        scratch: Large enough for the layer and the rows: `reserved_parts`.
+        shape: Instead of the usual one.
+    """
+    rows, inputs = x_TI.shape
+    chunks, padded, quarter = weight.codes.shape
+    block_m, usual = shape_for(rows, weight.outputs, chunks)
+    shape = shape or usual
+    pieces = 2 if block_m > 64 else 1
+    block_n = shape.sides * SIDE.value
+    tiles, span, programs = shape.cut(weight.outputs, chunks, _multiprocessors(x_TI.device))
+    out_TO = torch.empty(rows, weight.outputs, dtype=x_TI.dtype, device=x_TI.device)
+    codes = TensorDescriptor(
+        weight.codes,
+        [chunks * padded, quarter],
+        [quarter, 1],
+        [block_n, quarter],
+        _shared_layout(quarter),
+    )
+    x = TensorDescriptor(
+        x_TI,
+        [rows, inputs],
+        [inputs, 1],
+        [block_m // pieces, weight.chunk],
+        _shared_layout(weight.chunk),
+    )
+    int4_hopper_kernel[(programs,)](
+        codes,
+        x,
+        weight.meta,
+        x_TI if bias_O is None else bias_O,
+        out_TO,
+        scratch.parts,
+        scratch.arrivals,
+        rows,
+        weight.outputs,
+        padded,
+        chunks,
+        tiles * chunks,
+        span,
+        PIECES=pieces,
+        CHUNKS_A_GROUP=weight.chunks_a_group,
+        HAS_BIAS=bias_O is not None,
+        STAGES=shape.stages(block_m, weight.chunk),
+        num_warps=4,
+        maxnreg=_REGISTERS[shape.sides],
+    )
+    return out_TO
