@@ -1,5 +1,7 @@
 """A linear layer over 4-bit weights on a GPU: few rows by the codes, many by what they stand for.
 
+On Hopper `triton_hopper_int4` multiplies few rows, elsewhere `triton_int4`, over the same codes.
+
 Up to `MOST_ROWS` rows a product is bound by the weight's bytes, and the codes are a quarter of
 them. Beyond, arithmetic counts: the weight is written out in half precision, into a buffer that all
 layers share, and multiplied by cuBLAS. That costs its bytes twice more, and keeps no second copy.
@@ -7,9 +9,11 @@ layers share, and multiplied by cuBLAS. That costs its bytes twice more, and kee
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
+import triton
 from torch.nn import functional
 
 from tailrace.kernels.linear.packed_int4 import PackedInt4
@@ -20,6 +24,22 @@ if TYPE_CHECKING:
 
     from tailrace.kernels.linear.int4 import GroupInt4
     from tailrace.kernels.linear.workspace import Workspace
+
+
+_GLUON = "3.6."
+"""The release of Triton whose Gluon the Hopper kernel is written in: it changes still."""
+
+
+def has_hopper_kernel(capability: tuple[int, int] | None, release: str) -> bool:
+    """Tell whether a GPU, none in the interpreter, and a release of Triton run that kernel."""
+    return capability == (9, 0) and release.startswith(_GLUON)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    return has_hopper_kernel(torch.cuda.get_device_capability(device), triton.__version__)
 
 
 class Int4Linear:
@@ -44,13 +64,25 @@ class Int4Linear:
             self.bias_O = bias_O.to(workspace.device, workspace.dtype).contiguous()
         self._workspace = workspace
         held = self._weight
+        parts = 0
+        self._few = int4_linear
+        self.name = f"Triton 4 bits in groups of {weight.group}"
+        if _is_hopper(workspace.device):
+            from tailrace.kernels.linear.triton_hopper_int4 import (  # noqa: PLC0415 - see _GLUON
+                int4_hopper,
+                reserved_parts,
+            )
+
+            parts = reserved_parts(held.outputs, held.codes.shape[0], workspace.device)
+            self._few = int4_hopper
+            self.name += ", for Hopper"
         workspace.reserve(
             outputs=held.outputs,
             splits=held.splits,
             rows=MOST_ROWS,
             wide=held.outputs * held.inputs,
+            parts=parts,
         )
-        self.name = f"Triton 4 bits in groups of {weight.group}"
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +113,7 @@ class Int4Linear:
         """Return [T, O] in x's dtype."""
         if 0 < x_TI.shape[0] <= MOST_ROWS:
             scratch = self._workspace.scratch
-            return int4_linear(x_TI, self._weight, self.bias_O, scratch=scratch)
+            return self._few(x_TI, self._weight, self.bias_O, scratch=scratch)
         wide_OI = dequantize(
             self._weight, self._workspace.wide(self._weight.outputs, self._weight.inputs)
         )

@@ -16,6 +16,8 @@ from tailrace.errors import EngineError
 
 _TILE = 64
 """Outputs of the narrowest tile."""
+_WIDEST = 256
+"""Of the widest, which counts an arrival for each half."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,9 @@ class Workspace:
         self._scratch: SplitScratch | None = None
         self._wide: Tensor | None = None
 
-    def reserve(self, *, outputs: int, splits: int, rows: int, wide: int = 0) -> None:
+    def reserve(
+        self, *, outputs: int, splits: int, rows: int, wide: int = 0, parts: int = 0
+    ) -> None:
         """Have room for a layer.
 
         Args:
@@ -51,6 +55,7 @@ class Workspace:
             splits: Of its inputs.
             rows: The most that its split product takes.
             wide: Elements of its weight, where that is to be written out.
+            parts: Floats of parts, where its kernel lays them out in a way of its own.
 
         Raises:
             EngineError: A product has run already, and captured graphs may hold the old addresses.
@@ -58,9 +63,9 @@ class Workspace:
         with self._lock:
             if self._scratch is not None or self._wide is not None:
                 raise EngineError("a quantised layer was added after one had run")
-            if splits > 1:
-                self._parts = max(self._parts, splits * rows * outputs)
-            self._tiles = max(self._tiles, -(-outputs // _TILE))
+            usual = splits * rows * outputs if splits > 1 else 0
+            self._parts = max(self._parts, usual, parts)
+            self._tiles = max(self._tiles, -(-outputs // _WIDEST) * (_WIDEST // _TILE))
             self._elements = max(self._elements, wide)
 
     @property

@@ -1,16 +1,17 @@
-"""A linear layer of few rows over a weight in 4 bits, in Gluon, for Hopper: loads run beside products.
+"""A linear layer of few rows over a weight in 4 bits, for Hopper: loads run beside products.
 
-`triton_int4` says what is computed, `packed_int4` how the weight lies. What is hard here is traffic:
-every tile of outputs reads all rows again, from the L2 cache, and at 64 rows those reads are twice
-the weight's bytes where tiles are 128 wide. So a program takes 256 outputs, in two sides of 128:
+`triton_int4` says what is computed, `packed_int4` how the weight lies. What is hard here is
+traffic: every tile of outputs reads all rows again, from the L2 cache, and at 64 rows those reads
+are twice the weight's bytes where tiles are 128 wide. So a program takes 256 outputs, in two sides
+of 128, and Gluon, the language below Triton's, says which warps do what:
 
     producer    1 warp: copies a chunk of codes and of the rows into a ring in shared memory (TMA)
     side 0, 1   4 warps each: codes to registers, unpacked there, multiplied by the rows in the ring
 
 The sides wait for no one but the ring, so one unpacks and scales while the other multiplies. A unit
 of work is one chunk of one tile; programs take equal runs of units, tile after tile, one program a
-multiprocessor, so no tail of a last wave is left. A tile cut by a run's end is added up by whichever
-of its programs comes last, part after part in order: a row's sum depends on no neighbour.
+multiprocessor, so no tail of a last wave is left. A tile cut by a run's end is added up by
+whichever of its programs comes last, part after part in order: a row's sum depends on no neighbour.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def _produce(descs, rings, bars, low, high, sizes):
 
 @gluon.jit
 def _parts_at(acc, part_ptr, half: gl.constexpr, piece: gl.constexpr, PIECES: gl.constexpr):
-    """Return where a part's sums [HALF, PIECE] lie: [SIDE, PIECES * PIECE] in all, outputs first."""
+    """Return where a part's sums [HALF, PIECE] lie, of [SIDE, PIECES * PIECE]."""
     ROWS: gl.constexpr = PIECES * acc.shape[1]
     layout: gl.constexpr = acc.type.layout
     inner = half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
@@ -233,7 +234,7 @@ def _consume_narrow(
     CHUNKS_A_GROUP: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):
-    """Multiply one side of each unit by up to 64 rows: a half is unpacked beside the other's product."""
+    """Multiply one side of each unit by up to 64 rows: one half unpacks, the other multiplies."""
     rings, bars, meta_ptr, pointers, sizes, low, high = common
     codes_ring, x_ring = rings
     full, free = bars
