@@ -45,7 +45,7 @@ GOALS_MS = {16: 1.4, 64: 1.9, 128: 2.8}
 CUBLAS_MS = {16: 3.86, 32: 3.95, 64: 3.96, 128: 4.16}
 """bfloat16 by cuBLAS, of all layers, as seen on an H200 on 2026-11-29."""
 ODD = ((128, 256, 48), (64, 640, 200), (128, 3584, 520), (128, 1024, 4611), (64, 448, 1000))
-"""Group, inputs, outputs of the comparison: whole tiles, cut tiles, outputs that nothing divides."""
+"""Group, inputs, outputs of the comparison: whole tiles, cut tiles, outputs nothing divides."""
 BOUND = 0.006
 """Of |y - truth| / |truth|: the result's own rounding in bfloat16 is 0.002."""
 

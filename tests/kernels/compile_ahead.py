@@ -20,11 +20,13 @@ import triton
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from tailrace.kernels.attention_shapes import ADA, CANDIDATES, DECODE, HOPPER, PREFILL
 from tailrace.kernels.linear import (
     triton_float8,
     triton_float8_rows,
+    triton_hopper_int4,
     triton_int4,
     triton_int8,
     triton_int8_rows,
@@ -82,6 +84,9 @@ class Case:
     num_warps: int = 4
     num_stages: int = 3
     types: dict[str, str] = field(default_factory=lambda: TYPES)
+    registers: int | None = None
+    """A thread at the start, where warps of several kinds then divide them."""
+    source: type[ASTSource] = ASTSource
 
 
 def float8_cases(kind: int) -> Iterator[Case]:
@@ -160,21 +165,48 @@ def other_cases() -> Iterator[Case]:
 
 def int4_cases() -> Iterator[Case]:
     """Every tile of rows, for groups of 64 and 128, in both halves."""
-    for (block_m, shape), chunk, half in itertools.product(
-        triton_int4.SHAPES, (64, 128), ("bf16", "fp16")
-    ):
+    shapes = [*triton_int4.SHAPES.items()]
+    shapes += [(block_m, triton_int4.SMALL_SHAPE) for block_m in (16, 32, 64)]
+    for (block_m, shape), chunk, half in itertools.product(shapes, (64, 128), ("bf16", "fp16")):
         constants = {
             "BLOCK_M": block_m, "BLOCK_N": shape.block_n, "CHUNK": chunk, "CHUNKS_A_GROUP": 1,
             "IS_SPLIT": True, "HAS_BIAS": True, "COMPILED": True, "STAGES": shape.num_stages,
         }  # fmt: skip
         yield Case(
-            f"int4 {block_m}/{chunk} {half}", triton_int4.int4_kernel, constants,
+            f"int4 {block_m}x{shape.block_n}/{chunk} {half}", triton_int4.int4_kernel, constants,
             shape.num_warps, shape.num_stages, types=_int4_types(half),
         )  # fmt: skip
     constants = {"BLOCK_N": 64, "CHUNK": 128, "CHUNKS_A_GROUP": 1}
     for out in ("bf16", "fp32"):  # to be multiplied, and to be rounded to another format
         types = _int4_types(out)
         yield Case(f"int4_dequantize {out}", triton_int4.dequantize_kernel, constants, types=types)
+
+
+def hopper_int4_cases(kind: int) -> Iterator[Case]:
+    """Every ring that a candidate has; groups of 64, in the other half, for the widest tiles."""
+    if kind < HOPPER:
+        return
+    kinds = {
+        (rows, chunk, shape.sides, shape.stages(rows, chunk))
+        for rows, shapes in triton_hopper_int4.CANDIDATES.items()
+        for shape in shapes
+        for chunk in (64, 128)
+        if chunk == 128 or shape.sides == 2
+    }
+    for rows, chunk, sides, stages in sorted(kinds):
+        half = "bf16" if chunk == 128 else "fp16"
+        pieces = 2 if rows > 64 else 1
+        layouts = {width: triton_hopper_int4.shared_layout(width) for width in (chunk, chunk // 4)}
+        rings = {
+            "codes_desc": f"tensordesc<i16[{128 * sides}, {chunk // 4}],{layouts[chunk // 4]!r}>",
+            "x_desc": f"tensordesc<{half}[{rows // pieces}, {chunk}],{layouts[chunk]!r}>",
+        }
+        constants = {"PIECES": pieces, "CHUNKS_A_GROUP": 1, "HAS_BIAS": True, "STAGES": stages}
+        yield Case(
+            f"hopper_int4 {rows}/{chunk} x {sides}", triton_hopper_int4.int4_hopper_kernel,
+            constants, types={**_int4_types(half), **rings},
+            registers=triton_hopper_int4.REGISTERS[sides], source=GluonASTSource,
+        )  # fmt: skip
 
 
 def _int4_types(half: str) -> dict[str, str]:
@@ -281,8 +313,10 @@ def build(case: Case, arch: int) -> Any:
         # What the launcher finds out by itself: pointers and strides are multiples of 16.
         if signature[name].startswith("*") or name.startswith("stride_") or name in WIDE:
             attributes[index,] = [["tt.divisibility", 16]]
-    source = ASTSource(case.kernel, signature, constants, attributes)
+    source = case.source(case.kernel, signature, constants, attributes)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    if case.registers is not None:
+        options["maxnreg"] = case.registers
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
@@ -311,6 +345,7 @@ def main(kind: int) -> None:
         *float8_cases(kind),
         *other_cases(),
         *int4_cases(),
+        *hopper_int4_cases(kind),
         *float8_linear_cases(kind),
         *int8_cases(kind),
         *sampling_cases(),

@@ -42,10 +42,13 @@ def test_every_kernel_compiles_within_the_gpus_means(kind, pytestconfig, tmp_pat
         "prefill", "decode", "rope_cache", "rms_norm", "silu_mul", "skinny", "int4", "int8",
         "sample_adjust", "sample_search", "sample_draw",
     }  # fmt: skip
+    assert any(entry["name"].startswith("hopper_int4") for entry in kernels) == (kind >= HOPPER)
     float8 = {entry["name"].split()[0] for entry in kernels if entry["name"].endswith("float8")}
     assert float8 == ({"prefill", "decode", "rope_cache"} if kind >= ADA else set())
     for entry in kernels:
         assert entry["registers"] <= 255, entry
-        assert entry["stack"] == 0, entry
+        # Its sums fill the registers; what is spilled is read once a chunk of 128 x 256 weights.
+        spilled = 160 if entry["name"].startswith("hopper_int4 128") else 0
+        assert entry["stack"] <= spilled, entry
         assert entry["local"] == 0, entry
         assert entry["shared"] <= SHARED_BYTES[kind], entry

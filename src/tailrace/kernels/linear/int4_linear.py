@@ -20,6 +20,8 @@ from tailrace.kernels.linear.packed_int4 import PackedInt4
 from tailrace.kernels.linear.triton_int4 import MOST_ROWS, dequantize, int4_linear
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from tailrace.kernels.linear.int4 import GroupInt4
@@ -65,7 +67,7 @@ class Int4Linear:
         self._workspace = workspace
         held = self._weight
         parts = 0
-        self._few = int4_linear
+        self._few: Callable[..., Tensor] = int4_linear
         self.name = f"Triton 4 bits in groups of {weight.group}"
         if _is_hopper(workspace.device):
             from tailrace.kernels.linear.triton_hopper_int4 import (  # noqa: PLC0415 - see _GLUON

@@ -31,8 +31,8 @@ LEAST_GROUP = 64
 _PROGRAMS = 264
 """Two for each of Hopper's multiprocessors: layers of fewer tiles split their inputs."""
 _MOST_SPLITS = 8
-_LEAST_CHUNKS = 4
-"""Of a split: fewer leave no room for loads ahead."""
+_LEAST_CHUNKS = 7
+"""Of a split: the parts of shorter ones cost more than they save (an H200, 16 to 64 rows)."""
 
 
 @dataclass(frozen=True)

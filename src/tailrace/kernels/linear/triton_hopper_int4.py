@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 HALF = gl.constexpr(64)
 """Outputs that four warps multiply at a time: the tensor core's wide side."""
-SIDE = gl.constexpr(128)
+_SIDE = 128
+SIDE = gl.constexpr(_SIDE)
 """Outputs of one side: two halves, in turn."""
 
 
@@ -474,12 +475,12 @@ class HopperShape:
 
     def stages(self, rows: int, chunk: int) -> int:
         """Return how many units the ring holds, for tiles of so many rows."""
-        unit = self.sides * SIDE.value * chunk // 2 + rows * chunk * 2
+        unit = self.sides * _SIDE * chunk // 2 + rows * chunk * 2
         return min(_MOST_STAGES, (_SHARED_BYTES // self.programs - _OTHER_SHARED_BYTES) // unit)
 
     def cut(self, outputs: int, chunks: int, multiprocessors: int) -> tuple[int, int, int]:
         """Return tiles, units a program and programs: of the layer and the GPU alone."""
-        tiles = -(-outputs // (self.sides * SIDE.value))
+        tiles = -(-outputs // (self.sides * _SIDE))
         units = tiles * chunks
         span = max(-(-units // (multiprocessors * self.programs)), min(self.least_span, chunks))
         return tiles, span, -(-units // span)
@@ -487,7 +488,7 @@ class HopperShape:
     def parts(self, outputs: int, chunks: int, rows: int, multiprocessors: int) -> int:
         """Return the floats that parts of sums take, for tiles of so many rows."""
         tiles, _, programs = self.cut(outputs, chunks, multiprocessors)
-        return (tiles + programs) * self.sides * SIDE.value * rows
+        return (tiles + programs) * self.sides * _SIDE * rows
 
 
 _SHARED_BYTES = 227 * 1024
@@ -495,7 +496,7 @@ _SHARED_BYTES = 227 * 1024
 _OTHER_SHARED_BYTES = 9 * 1024
 """Of a program beside the ring: for the order of stores, barriers, and what the runtime takes."""
 _MOST_STAGES = 8
-_REGISTERS = {1: 128, 2: 168}
+REGISTERS = {1: 128, 2: 168}
 """A thread at the start, by sides: the producer's warps hand most of theirs over."""
 
 CANDIDATES: dict[int, tuple[HopperShape, ...]] = {
@@ -515,7 +516,7 @@ MOST_ROWS = max(CANDIDATES)
 def shape_for(rows: int, outputs: int, chunks: int) -> tuple[int, HopperShape]:
     """Return the tile's rows, and its shape, for at most `MOST_ROWS` rows of a layer."""
     block_m = next(size for size in CANDIDATES if rows <= size)
-    units = -(-outputs // (2 * SIDE.value)) * chunks
+    units = -(-outputs // (2 * _SIDE)) * chunks
     if units < _SMALL:
         return block_m, HopperShape(1, 1, 7)
     return block_m, HopperShape(2, 1, 4)
@@ -539,7 +540,7 @@ def reserved_parts(outputs: int, chunks: int, device: torch.device) -> int:
     )
 
 
-def _shared_layout(columns: int) -> gl.NVMMASharedLayout:
+def shared_layout(columns: int) -> gl.NVMMASharedLayout:
     """Return the order of 16-bit rows in shared memory, swizzled over up to 128 bytes."""
     return gl.NVMMASharedLayout(min(128, 2 * columns), 16, 2)
 
@@ -566,7 +567,7 @@ def int4_hopper(
     block_m, usual = shape_for(rows, weight.outputs, chunks)
     shape = shape or usual
     pieces = 2 if block_m > 64 else 1
-    block_n = shape.sides * SIDE.value
+    block_n = shape.sides * _SIDE
     tiles, span, programs = shape.cut(weight.outputs, chunks, _multiprocessors(x_TI.device))
     out_TO = torch.empty(rows, weight.outputs, dtype=x_TI.dtype, device=x_TI.device)
     codes = TensorDescriptor(
@@ -574,14 +575,14 @@ def int4_hopper(
         [chunks * padded, quarter],
         [quarter, 1],
         [block_n, quarter],
-        _shared_layout(quarter),
+        shared_layout(quarter),
     )
     x = TensorDescriptor(
         x_TI,
         [rows, inputs],
         [inputs, 1],
         [block_m // pieces, weight.chunk],
-        _shared_layout(weight.chunk),
+        shared_layout(weight.chunk),
     )
     int4_hopper_kernel[(programs,)](
         codes,
@@ -602,6 +603,6 @@ def int4_hopper(
         HAS_BIAS=bias_O is not None,
         STAGES=shape.stages(block_m, weight.chunk),
         num_warps=4,
-        maxnreg=_REGISTERS[shape.sides],
+        maxnreg=REGISTERS[shape.sides],
     )
     return out_TO

@@ -210,21 +210,27 @@ class Int4Shape:
     num_stages: int
 
 
-SHAPES: tuple[tuple[int, Int4Shape], ...] = (
-    (16, Int4Shape(128, 4, 4)),
-    (32, Int4Shape(128, 4, 4)),
-    (64, Int4Shape(128, 8, 4)),
-    (128, Int4Shape(128, 8, 3)),
-)
-"""By the rows of the tile, ascending. Compiled without a spill for Ampere, Ada and Hopper; which
-are the fastest is for benchmarks/gpu_gemm.py --sweep to say."""
+SHAPES: dict[int, Int4Shape] = {
+    16: Int4Shape(128, 4, 4),
+    32: Int4Shape(128, 4, 4),
+    64: Int4Shape(128, 8, 3),
+    128: Int4Shape(128, 8, 4),
+}
+"""By the rows of the tile, ascending: the fastest on an H200 for the wide layers of a 7B model, or
+within 3 % of it (`gpu_gemm.py --sweep`). Compiled without a spill for Ampere, Ada and Hopper."""
+SMALL_SHAPE = Int4Shape(64, 4, 3)
+"""Likewise, for layers of fewer than `_SMALL_WEIGHTS` and up to `_FEWER_ROWS`."""
+_SMALL_WEIGHTS = 1 << 25
+_FEWER_ROWS = 64
 
-MOST_ROWS = SHAPES[-1][0]
+MOST_ROWS = max(SHAPES)
 
 
-def shape_for(rows: int) -> tuple[int, Int4Shape]:
-    """Return the tile's rows, and its shape, for at most `MOST_ROWS` rows."""
-    return next((block_m, shape) for block_m, shape in SHAPES if rows <= block_m)
+def shape_for(rows: int, weights: int) -> tuple[int, Int4Shape]:
+    """Return the tile's rows, and its shape, for at most `MOST_ROWS` rows of a layer's weights."""
+    block_m = next(size for size in SHAPES if rows <= size)
+    is_small = weights < _SMALL_WEIGHTS and rows <= _FEWER_ROWS
+    return block_m, SMALL_SHAPE if is_small else SHAPES[block_m]
 
 
 def int4_linear(
@@ -247,7 +253,7 @@ def int4_linear(
         out_TO: Where the result goes, contiguous; by default into new memory.
     """
     rows = x_TI.shape[0]
-    block_m, usual = shape_for(rows)
+    block_m, usual = shape_for(rows, weight.outputs * weight.inputs)
     shape = shape or usual
     if out_TO is None:
         out_TO = torch.empty(rows, weight.outputs, dtype=x_TI.dtype, device=x_TI.device)

@@ -1,0 +1,126 @@
+"""Hopper's kernel over 4-bit weights: how work is cut, where it runs, and on a GPU what it gives.
+
+The interpreter knows no Gluon, so what the kernel computes is seen on a GPU alone, here and, with
+every candidate under a timeout, by benchmarks/gpu_int4.py; test_compile_ahead compiles it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tailrace.kernels.linear.int4 import quantize_groups
+from tailrace.kernels.linear.int4_linear import Int4Linear, has_hopper_kernel
+from tailrace.kernels.linear.workspace import Workspace
+
+hopper = pytest.importorskip(
+    "tailrace.kernels.linear.triton_hopper_int4", reason="Triton with Gluon is not installed"
+)
+
+SHAPES = sorted(
+    {(shape.sides, shape.programs, shape.least_span) for shape in hopper.CANDIDATES[16]}
+)
+LAYERS = [(48, 1), (4608, 28), (3584, 28), (37888, 28), (3584, 148), (200, 10), (257, 3)]
+"""Outputs, chunks."""
+
+
+def runs_of(cut, chunks):
+    """Return what each program does: (program, tile, its first chunk, one past its last)."""
+    tiles, span, programs = cut
+    units = tiles * chunks
+    found = []
+    for program in range(programs):
+        low, high = program * span, min((program + 1) * span, units)
+        assert low < high, "a program without work would be waited for"
+        for tile in range(low // chunks, (high - 1) // chunks + 1):
+            begin, end = max(low - tile * chunks, 0), min(high - tile * chunks, chunks)
+            found.append((program, tile, begin, end))
+    return found
+
+
+@pytest.mark.parametrize(("outputs", "chunks"), LAYERS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_unit_is_done_once_and_parts_do_not_meet(outputs, chunks, shape):
+    shape = hopper.HopperShape(*shape)
+    cut = tiles, span, programs = shape.cut(outputs, chunks, 132)
+    assert programs <= 132 * shape.programs, "a second wave would leave a tail"
+    runs = runs_of(cut, chunks)
+    done = sorted((tile, chunk) for _, tile, begin, end in runs for chunk in range(begin, end))
+    assert done == [(tile, chunk) for tile in range(tiles) for chunk in range(chunks)]
+    # The kernel's own reckoning of who shares a tile.
+    for tile in range(tiles):
+        sharers = [program for program, other, *_ in runs if other == tile]
+        first = tile * chunks // span
+        last = (min((tile + 1) * chunks, tiles * chunks) - 1) // span
+        assert sharers == list(range(first, last + 1))
+    places = [tile + program for program, tile, *_ in runs]
+    assert len(set(places)) == len(places)
+    floats = shape.parts(outputs, chunks, 64, 132)
+    assert (max(places) + 1) * shape.sides * 128 * 64 <= floats
+
+
+@pytest.mark.parametrize(("outputs", "chunks"), LAYERS)
+def test_arrivals_have_room(outputs, chunks):
+    workspace = Workspace(torch.device("cpu"), torch.bfloat16)
+    workspace.reserve(outputs=outputs, splits=1, rows=128, parts=5)
+    for numbers in SHAPES:
+        shape = hopper.HopperShape(*numbers)
+        tiles, *_ = shape.cut(outputs, chunks, 132)
+        assert tiles * shape.sides <= workspace.scratch.arrivals.numel()
+    assert workspace.scratch.parts.numel() == 5
+
+
+@pytest.mark.parametrize("chunk", [64, 128])
+@pytest.mark.parametrize("rows", sorted(hopper.CANDIDATES))
+def test_rings_hold_several_units_and_fit(rows, chunk):
+    assert sorted(hopper.CANDIDATES) == [16, 32, 64, 128]
+    for shape in hopper.CANDIDATES[rows]:
+        stages = shape.stages(rows, chunk)
+        unit = shape.sides * 128 * chunk // 2 + rows * chunk * 2
+        assert stages >= 4
+        assert stages * unit * shape.programs < 227 * 1024
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 128])
+def test_the_usual_shape_is_a_candidate_of_the_tile_that_holds_the_rows(rows):
+    for outputs, chunks in LAYERS:
+        block_m, shape = hopper.shape_for(rows, outputs, chunks)
+        assert rows <= block_m
+        assert block_m == 16 or rows > block_m // 2
+        assert shape in hopper.CANDIDATES[block_m]
+
+
+def test_it_is_chosen_on_hopper_with_its_own_release_of_triton_alone():
+    assert has_hopper_kernel((9, 0), "3.6.0")
+    assert not has_hopper_kernel((9, 0), "3.5.1")
+    assert not has_hopper_kernel((9, 0), "3.60")
+    assert not has_hopper_kernel((8, 9), "3.6.0")
+    assert not has_hopper_kernel((10, 0), "3.6.0")
+    assert not has_hopper_kernel(None, "3.6.0")
+
+
+@pytest.fixture
+def on_hopper():
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("Gluon's kernel needs a Hopper GPU")
+    return torch.device("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 33, 128])
+@pytest.mark.parametrize(("inputs", "outputs", "group"), [(256, 40, 64), (3584, 520, 128)])
+def test_it_equals_the_product_with_the_dequantised_weight(on_hopper, rows, inputs, outputs, group):
+    weight = quantize_groups(torch.randn(outputs, inputs) * inputs**-0.5, group)
+    bias = torch.randn(outputs)
+    workspace = Workspace(on_hopper, torch.bfloat16)
+    layer = Int4Linear(weight, bias, workspace)
+    assert layer.name.endswith("for Hopper")
+    whole = torch.full((rows + 40, inputs), float("nan"), device=on_hopper).bfloat16()
+    whole[:rows] = torch.randn(rows, inputs, device=on_hopper)
+    x = whole[:rows]
+    truth = x.double() @ weight.dequantize().to(on_hopper).double().t()
+    truth += bias.to(on_hopper).bfloat16().double()
+    y = layer(x)
+    assert float((y.double() - truth).norm() / truth.norm()) < 0.006
+    assert torch.equal(y, layer(x))
+    assert not workspace.scratch.arrivals.any()
