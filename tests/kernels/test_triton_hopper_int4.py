@@ -9,8 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tailrace.kernels.linear import int4_linear
 from tailrace.kernels.linear.int4 import quantize_groups
-from tailrace.kernels.linear.int4_linear import Int4Linear, has_hopper_kernel
+from tailrace.kernels.linear.int4_linear import has_hopper_kernel
 from tailrace.kernels.linear.workspace import Workspace
 
 hopper = pytest.importorskip(
@@ -109,11 +110,15 @@ def on_hopper():
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 16, 33, 128])
 @pytest.mark.parametrize(("inputs", "outputs", "group"), [(256, 40, 64), (3584, 520, 128)])
-def test_it_equals_the_product_with_the_dequantised_weight(on_hopper, rows, inputs, outputs, group):
+def test_it_equals_the_product_with_the_dequantised_weight(
+    on_hopper, monkeypatch, rows, inputs, outputs, group
+):
     weight = quantize_groups(torch.randn(outputs, inputs) * inputs**-0.5, group)
     bias = torch.randn(outputs)
     workspace = Workspace(on_hopper, torch.bfloat16)
-    layer = Int4Linear(weight, bias, workspace)
+    monkeypatch.setattr(int4_linear, "SEEN_RIGHT", True)
+    int4_linear._is_hopper.cache_clear()
+    layer = int4_linear.Int4Linear(weight, bias, workspace)
     assert layer.name.endswith("for Hopper")
     whole = torch.full((rows + 40, inputs), float("nan"), device=on_hopper).bfloat16()
     whole[:rows] = torch.randn(rows, inputs, device=on_hopper)
