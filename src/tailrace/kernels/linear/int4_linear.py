@@ -38,7 +38,7 @@ def has_hopper_kernel(capability: tuple[int, int] | None, release: str) -> bool:
 
 
 SEEN_RIGHT = False
-"""Whether benchmarks/gpu_int4.py has found Hopper's kernel right on a GPU: before, none serves it."""
+"""Whether gpu_int4.py has found Hopper's kernel right on a GPU: it serves nobody before."""
 
 
 @cache
@@ -113,7 +113,7 @@ class Int4Linear:
         scratch = self._workspace.scratch
         for start in range(0, x_TI.shape[0], MOST_ROWS):
             rows = slice(start, start + MOST_ROWS)
-            int4_linear(x_TI[rows], self._weight, self.bias_O, scratch=scratch, out_TO=out_TO[rows])
+            self._few(x_TI[rows], self._weight, self.bias_O, scratch=scratch, out_TO=out_TO[rows])
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Return [T, O] in x's dtype."""

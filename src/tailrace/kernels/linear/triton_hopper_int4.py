@@ -552,6 +552,7 @@ def int4_hopper(
     *,
     scratch: SplitScratch,
     shape: HopperShape | None = None,
+    out_TO: Tensor | None = None,
 ) -> Tensor:
     """Return x @ weight.T + bias [T, O] in x's dtype; sums are float32.
 
@@ -561,6 +562,7 @@ def int4_hopper(
         bias_O: In x's dtype, or none.
         scratch: Large enough for the layer and the rows: `reserved_parts`.
         shape: Instead of the usual one.
+        out_TO: Where the result goes, contiguous; by default into new memory.
     """
     rows, inputs = x_TI.shape
     chunks, padded, quarter = weight.codes.shape
@@ -569,7 +571,8 @@ def int4_hopper(
     pieces = 2 if block_m > 64 else 1
     block_n = shape.sides * _SIDE
     tiles, span, programs = shape.cut(weight.outputs, chunks, _multiprocessors(x_TI.device))
-    out_TO = torch.empty(rows, weight.outputs, dtype=x_TI.dtype, device=x_TI.device)
+    if out_TO is None:
+        out_TO = torch.empty(rows, weight.outputs, dtype=x_TI.dtype, device=x_TI.device)
     codes = TensorDescriptor(
         weight.codes,
         [chunks * padded, quarter],
