@@ -187,7 +187,7 @@ def test_a_killed_engine_fails_what_it_held_and_is_replaced(tiny_server):
 
 def test_sigterm_lets_running_requests_end_and_exits_with_0(tiny_server):
     body = {"prompt": "abc", "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    with tiny_server() as server:
+    with tiny_server("--drain-timeout-s", "120") as server:
         children = child_pids(server)
         process = server._process
         with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=60) as reading:
@@ -200,7 +200,7 @@ def test_sigterm_lets_running_requests_end_and_exits_with_0(tiny_server):
             rest = list(arriving)
         assert len(rest) == 1500
         assert rest[-1] == "[DONE]"
-        assert process.wait(60) == 0
+        assert process.wait(120) == 0
         wait_until(lambda: not any(map(is_alive, children)), "no process is left behind")
 
 
@@ -213,4 +213,4 @@ def test_the_drain_has_an_end(tiny_server):
             server._process.send_signal(signal.SIGTERM)
             seen = list(arriving)
         assert "error" in seen[-1]
-        assert server._process.wait(60) == 0
+        assert server._process.wait(120) == 0
