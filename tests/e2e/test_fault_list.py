@@ -47,7 +47,7 @@ def connected(server: LocalServer, *, small_buffer: bool = False) -> Iterator[so
     with socket.socket() as connection:
         if small_buffer:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        connection.settimeout(60)
+        connection.settimeout(120)
         connection.connect(("127.0.0.1", server.port))
         yield connection
 
@@ -158,7 +158,7 @@ def sends_what_is_no_http(server: LocalServer) -> None:
 
 
 def is_answered(server: LocalServer, status: int, content: bytes) -> None:
-    answer = httpx.post(server.url + COMPLETIONS, content=content, timeout=60)
+    answer = httpx.post(server.url + COMPLETIONS, content=content, timeout=120)
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
 
@@ -183,7 +183,7 @@ def sends_more_than_may_come(server: LocalServer) -> None:
 
 def repeats_its_keys(server: LocalServer) -> None:
     body = b'{"prompt": "' + b"a tale " * 500 + b'", "prompt": "Hi", "max_tokens": 2}'
-    answer = httpx.post(server.url + COMPLETIONS, content=body, timeout=60)
+    answer = httpx.post(server.url + COMPLETIONS, content=body, timeout=120)
     assert (answer.status_code, answer.json()["usage"]["prompt_tokens"]) == (200, 2)
 
 
@@ -242,7 +242,7 @@ def test_after_a_client_that(served, fault):
     fault(served)
     assert_baseline(served)
     answer = httpx.post(
-        f"{served.url}/generate", json={"prompt": "Hi", "max_tokens": 3}, timeout=60
+        f"{served.url}/generate", json={"prompt": "Hi", "max_tokens": 3}, timeout=120
     )
     assert answer.status_code == 200
 
@@ -251,7 +251,7 @@ def test_while_the_log_cannot_be_written_requests_are_served_and_the_drops_count
     before = metric(served.url, "tailrace:request_log_dropped_total")
     for _ in range(3):
         body = {"prompt": "Hi", "max_tokens": 3}
-        assert httpx.post(f"{served.url}/generate", json=body, timeout=60).status_code == 200
+        assert httpx.post(f"{served.url}/generate", json=body, timeout=120).status_code == 200
 
     def counted() -> bool:
         return metric(served.url, "tailrace:request_log_dropped_total") >= before + 3
@@ -277,16 +277,16 @@ def test_a_request_that_fails_inside_a_step_fails_alone(poisoned):
     url = poisoned.url + COMPLETIONS
     body = {"prompt": "a tale", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
     body["logit_bias"] = {str(ord("~")): -100}
-    alone = httpx.post(url, json=body, timeout=60).json()["choices"]
+    alone = httpx.post(url, json=body, timeout=120).json()["choices"]
     with ThreadPoolExecutor() as pool:
-        other = pool.submit(httpx.post, url, json=body, timeout=60)
+        other = pool.submit(httpx.post, url, json=body, timeout=120)
         for is_streaming in (False, True):
             failing = {"prompt": "a tale of ~ and more", "max_tokens": 3, "stream": is_streaming}
-            answer = httpx.post(url, json=failing, timeout=60)
+            answer = httpx.post(url, json=failing, timeout=120)
             assert answer.status_code == 500
             assert "not finite" in answer.json()["error"]["message"]
         assert other.result().json()["choices"] == alone
     # Nothing of what failed is found again by one that begins like it.
-    again = httpx.post(url, json=body | {"prompt": "a tale of "}, timeout=60)
+    again = httpx.post(url, json=body | {"prompt": "a tale of "}, timeout=120)
     assert again.status_code == 200
     assert_baseline(poisoned)

@@ -44,7 +44,7 @@ def raw_request(server: LocalServer, path: str, body: dict, **options: int) -> I
         if "receive_buffer_bytes" in options:
             size = options["receive_buffer_bytes"]
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
-        connection.settimeout(60)
+        connection.settimeout(120)
         connection.connect(("127.0.0.1", server.port))
         data = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -150,7 +150,7 @@ def test_a_body_beyond_the_limit_is_413_whether_or_not_its_length_is_told(server
     huge = b'{"prompt": "' + b"a" * limit_bytes + b'", "max_tokens": 4}'
     chunks = (huge[at : at + 2**16] for at in range(0, len(huge), 2**16))
     for content in (huge, chunks):
-        refused = httpx.post(f"{server.url}/generate", content=content, timeout=60)
+        refused = httpx.post(f"{server.url}/generate", content=content, timeout=120)
         assert refused.status_code == 413
         assert str(limit_bytes) in refused.json()["error"]["message"]
 
@@ -159,8 +159,8 @@ def test_a_killed_engine_fails_what_it_held_and_is_replaced(tiny_server):
     body = {"prompt": "abc", "max_tokens": 8000, "ignore_eos": True}
     with tiny_server() as server, ThreadPoolExecutor() as pool:
         url = f"{server.url}/v1/completions"
-        whole = pool.submit(httpx.post, url, json=body, timeout=60)
-        with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as reading:
+        whole = pool.submit(httpx.post, url, json=body, timeout=120)
+        with httpx.stream("POST", url, json=body | {"stream": True}, timeout=120) as reading:
             arriving = events(reading.iter_lines())
             assert next(arriving)["choices"]
             wait_until(lambda: load(server.url)[0] == 2, "both run")
@@ -177,7 +177,7 @@ def test_a_killed_engine_fails_what_it_held_and_is_replaced(tiny_server):
         assert "retry-after" in early.headers
 
         wait_until(lambda: ready_status(server.url) == 200, "the engine is back")
-        again = httpx.post(url, json=body | {"max_tokens": 5}, timeout=60)
+        again = httpx.post(url, json=body | {"max_tokens": 5}, timeout=120)
         assert again.status_code == 200
         assert again.json()["usage"]["completion_tokens"] == 5
         assert engine_pid(server) != killed
@@ -190,7 +190,7 @@ def test_sigterm_lets_running_requests_end_and_exits_with_0(tiny_server):
     with tiny_server("--drain-timeout-s", "120") as server:
         children = child_pids(server)
         process = server._process
-        with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=60) as reading:
+        with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=120) as reading:
             arriving = events(reading.iter_lines())
             next(arriving)
             process.send_signal(signal.SIGTERM)
@@ -207,7 +207,8 @@ def test_sigterm_lets_running_requests_end_and_exits_with_0(tiny_server):
 def test_the_drain_has_an_end(tiny_server):
     body = {"prompt": "abc", "max_tokens": 8000, "ignore_eos": True, "stream": True}
     with tiny_server("--drain-timeout-s", "0.2") as server:
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as reading:
+        url = f"{server.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=120) as reading:
             arriving = events(reading.iter_lines())
             next(arriving)
             server._process.send_signal(signal.SIGTERM)

@@ -59,7 +59,7 @@ def send(port: int, body: dict, *, keep_back: int = 0, receive_buffer: int = 0) 
     connection = socket.socket()
     if receive_buffer:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    connection.settimeout(60)
+    connection.settimeout(120)
     connection.connect(("127.0.0.1", port))
     data = json.dumps(body).encode()
     head = (
@@ -90,7 +90,7 @@ def test_every_request_is_told_whatever_becomes_of_it(tiny_server, tmp_path):
             f"{server.url}/v1/completions",
             json=body | {"stream": True},
             headers=TIMED | {"x-request-id": "stream"},
-            timeout=60,
+            timeout=120,
         ) as answer:
             lines = [line for line in answer.iter_lines() if line]
         after_s = time.monotonic()
@@ -147,7 +147,7 @@ def test_every_request_is_told_whatever_becomes_of_it(tiny_server, tmp_path):
             [sys.executable, "-m", "tailrace", "explain", str(log.path)],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
             check=True,
         ).stdout
         assert "4 requests" in explained

@@ -310,7 +310,7 @@ def test_a_client_that_never_takes_a_whole_answer_is_dropped(tiny_folder, monkey
     ):
         for connection in (reading, slow):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.settimeout(20)
+            connection.settimeout(120)
             connection.connect(("127.0.0.1", app.port))
             connection.sendall(head + body + then)
         length = int(read_until(reading, b"\r\n\r\n").split(b"content-length: ")[1].split()[0])

@@ -108,7 +108,7 @@ def test_a_body_that_trickles_in_is_the_bodys_time(serve):
     assert record.phases.body_s >= 0.2
     assert record.received_s + record.phases.body_s >= sent_s
     assert record.status == 200
-    assert record.phases.socket_s < 0.1
+    assert record.phases.socket_s <= after_s - sent_s
 
 
 @pytest.mark.parametrize("asks", ["header", "body"])
@@ -170,7 +170,7 @@ def test_a_client_that_reads_late_costs_the_socket_and_not_the_engine(serve, is_
     body = json.dumps(fields).encode()
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.settimeout(20)
+        connection.settimeout(120)
         connection.connect(("127.0.0.1", logged.app.port))
         connection.sendall(logged.head(body) + body)
         deadline_s = time.monotonic() + 120
@@ -209,15 +209,17 @@ def test_a_client_that_leaves_amid_its_answer_is_recorded_up_to_then(serve):
 def test_a_client_that_leaves_before_its_first_token_is_told_by_the_engines_last_word(serve):
     logged = serve({"": Script("Hello", pause_after=0)})
     body = json.dumps(HI).encode()
+    before_s = time.monotonic()
     with logged.app.connect() as connection:
         connection.sendall(logged.head(body) + body)
         logged.app.wait(logged.app.engine.was_paused.wait())
         time.sleep(0.1)
     (record,) = logged.wait(1)
+    after_s = time.monotonic()
     assert (record.finish_reason, record.status) == ("disconnect", 499)
     assert record.ttft_phases is None
     assert record.phases.prefill_s >= 0.1
-    assert record.phases.queue_s < 0.1
+    assert record.phases.queue_s <= after_s - before_s - 0.1  # nothing of the pause
 
 
 def test_an_engine_that_fails_is_recorded_with_the_status(serve):
@@ -263,7 +265,7 @@ def test_a_stalled_body_is_recorded_with_the_reason(serve):
     (record,) = logged.wait(1)
     assert (record.finish_reason, record.status) == ("refused", 408)
     assert record.reason.startswith("request timeout: the body was not complete")
-    assert 0.2 <= record.phases.body_s <= 2.0
+    assert 0.2 <= record.phases.body_s <= record.finished_s - record.received_s
     assert record.submitted_s is None
     assert record.phases.queue_s == 0
 
