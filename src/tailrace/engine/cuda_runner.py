@@ -298,13 +298,8 @@ class CudaRunner:
     def prepare(self, step: Step, blocks: BlockManager) -> PreparedDeviceStep:
         """Turn a step into index arrays; reads scheduler state: the engine's thread runs it."""
         chunks = step.chunks
-        starts = np.cumsum([0, *(chunk.num_tokens for chunk in chunks)])
-        scored = [
-            rows
-            for index, chunk in enumerate(chunks)
-            if (rows := prompt_rows(index, chunk, int(starts[index]))) is not None
-        ]
-        longest = max(chunk.end for chunk in chunks)
+        scored = _scored(chunks)
+        longest = max([chunk.end for chunk in chunks])
         decodes = _leading_decodes(chunks, prompts_apart=self.prefill_weights != "same")
         # Scoring a prompt needs its hidden rows, which graphs keep to themselves.
         captured = None if scored else self._captured_frame(chunks, step.num_tokens, decodes)
@@ -321,7 +316,7 @@ class CudaRunner:
             frame=frame,
             is_captured=captured is not None,
             shape=shape,
-            max_query_len=max(chunk.num_tokens for chunk in chunks),
+            max_query_len=max([1, *(chunk.num_tokens for chunk in chunks[decodes:])]),
             max_kv_len=longest,
             sample_slots=[chunk.slot for chunk in chunks if chunk.samples],
             prompt_rows=scored,
@@ -354,12 +349,13 @@ class CudaRunner:
         """
         chunks = step.chunks
         count = len(chunks)
-        slots = np.fromiter((chunk.slot for chunk in chunks), np.int32, count)
-        starts = np.fromiter((chunk.start for chunk in chunks), np.int32, count)
-        rows = np.fromiter((chunk.num_tokens for chunk in chunks), np.int32, count)
-        samples = np.fromiter((chunk.samples for chunk in chunks), np.bool_, count)
+        slots = np.array([chunk.slot for chunk in chunks], np.int32)
+        starts = np.array([chunk.start for chunk in chunks], np.int32)
+        ends = np.array([chunk.end for chunk in chunks], np.int32)
+        samples = np.array([chunk.samples for chunk in chunks], np.bool_)
+        rows = ends - starts
         tables = self._tables
-        growth = {} if blocks is None else tables.extend(step, slots, starts + rows, blocks)
+        growth = {} if blocks is None else tables.extend(step, slots, ends, blocks)
         # Where each chunk's rows, and the chunk itself, stand in the frame.
         firsts = np.cumsum(rows, dtype=np.int32) - rows
         firsts[decodes:] += frame.decodes - decodes
@@ -370,7 +366,7 @@ class CudaRunner:
         row = firsts[owner] + within
         position = starts[owner] + within
         units = tables.host[slots[owner], position // self.block_size]
-        ids, pending = _tokens_of(chunks, len(owner), decodes)
+        ids, pending = _tokens_of(chunks, slots, rows)
         sequences = frame.decodes + frame.prompts + 1
         query_starts = np.arange(sequences + 1, dtype=np.int32)
         query_starts[frame.decodes :] = frame.decodes + int(rows[decodes:].sum())
@@ -384,7 +380,7 @@ class CudaRunner:
             "slots": _placed(
                 units * self.block_size + position % self.block_size, row, frame.rows, -1
             ),
-            "kv_lens": _placed(starts + rows, places, sequences, 0),
+            "kv_lens": _placed(ends, places, sequences, 0),
             "query_starts": query_starts,
             "sample_rows": _placed(sampled, np.arange(len(sampled)), size, 0),
             "sample_slots": _placed(slots[samples], np.arange(len(sampled)), size, self.num_slots),
@@ -636,30 +632,38 @@ def _leading_decodes(chunks: Sequence[Chunk], *, prompts_apart: bool = False) ->
     return len(chunks)
 
 
+def _scored(chunks: Sequence[Chunk]) -> list[PromptRows]:
+    """Return the rows whose next prompt tokens want log-probabilities: seldom any."""
+    found: list[PromptRows] = []
+    first = 0
+    for index, chunk in enumerate(chunks):
+        if chunk.sequence.sampling.prompt_logprobs is not None:
+            rows = prompt_rows(index, chunk, first)
+            found += [rows] if rows is not None else []
+        first += chunk.end - chunk.start
+    return found
+
+
 def _tokens_of(
-    chunks: Sequence[Chunk], num_tokens: int, decodes: int
+    chunks: Sequence[Chunk], slots: np.ndarray, rows: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return token ids and, where only the device knows one, its slot; both int32 [T]."""
-    ids = np.zeros(num_tokens, dtype=np.int32)
-    pending = np.full(num_tokens, -1, dtype=np.int32)
-    for row, chunk in enumerate(chunks[:decodes]):
-        if chunk.from_device:
-            pending[row] = chunk.slot
-        else:
-            ids[row] = chunk.sequence.token_ids[chunk.start]
-    row = decodes
-    for chunk in chunks[decodes:]:
-        if chunk.from_device:
-            pending[row] = chunk.slot
-        else:
-            ids[row : row + chunk.num_tokens] = chunk.sequence.token_ids[chunk.start : chunk.end]
-        row += chunk.num_tokens
+    firsts = np.cumsum(rows) - rows
+    ids = np.zeros(int(rows.sum()), dtype=np.int32)
+    pending = np.full(len(ids), -1, dtype=np.int32)
+    from_device = np.array([chunk.from_device for chunk in chunks], np.bool_)
+    pending[firsts[from_device]] = slots[from_device]
+    for index in np.flatnonzero(~from_device).tolist():
+        chunk, first = chunks[index], int(firsts[index])
+        ids[first : first + chunk.num_tokens] = chunk.sequence.token_ids[chunk.start : chunk.end]
     return ids, pending
 
 
 def _tiles(chunks: Sequence[Chunk], decodes: int, frame: Frame | None, shape: Shape) -> np.ndarray:
     """Cut the prompts' chunks; a captured frame gets as many tiles as it has, some without work."""
     prompts = chunks[decodes:]
+    if not prompts:
+        return _no_tiles(frame or Frame(decodes))
     cut = cut_tiles(
         np.array([chunk.num_tokens for chunk in prompts], dtype=np.int32),
         np.array([chunk.end for chunk in prompts], dtype=np.int32),

@@ -69,6 +69,16 @@ class _Slot:
             params.repetition_penalty != 1.0
         )
 
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the likeliest id of its next raw logits, and nothing more, is asked for."""
+        params = self.params
+        return (
+            params.temperature == 0.0
+            and params.logprobs is None
+            and not (self.defect or self.is_penalised or self.grammar or self.edits())
+        )
+
     def edits(self) -> list[tuple[int, float]]:
         """Return what is added to which logit."""
         found = list(self.params.logit_bias.items())
@@ -108,6 +118,8 @@ class DeviceSampler:
         self.vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._slots: list[_Slot | None] = [None] * num_slots
+        self._special: set[int] = set()
+        """Slots whose rows may ask for more than the likeliest id."""
         self._seeds = random.Random(default_seed)
         self._device = device
         self._scratch = SamplingScratch.allocate(num_slots, vocab_size, device)
@@ -139,25 +151,27 @@ class DeviceSampler:
             grammar=grammar,
         )
         self._slots[slot] = state
+        self._special.discard(slot)
+        if not state.is_plain_greedy or state.blocked:
+            self._special.add(slot)
         if state.is_penalised:
             self._remember(slot, prompt_ids, output_ids)
 
     def release(self, slot: int) -> None:
         """Forget a slot's sequence; one that has none is no error."""
         self._slots[slot] = None
+        self._special.discard(slot)
 
     def are_plain_greedy(self, slots: Sequence[int]) -> bool:
         """Whether the likeliest id of each row's raw logits, and nothing more, is asked for."""
-        states = (self._state(slot) for slot in slots)
-        return all(
-            s.params.temperature == 0.0
-            and s.params.logprobs is None
-            and not (s.defect or s.is_penalised or s.grammar or s.edits())
-            for s in states
-        )
+        if self._special.isdisjoint(slots):  # as most batches are
+            return True
+        return all(self._state(slot).is_plain_greedy for slot in slots)
 
     def grammars(self, slots: Sequence[int]) -> dict[int, GrammarState]:
         """Return the grammars of the rows that have one."""
+        if self._special.isdisjoint(slots):
+            return {}
         states = [self._state(slot).grammar for slot in slots]
         return {row: state for row, state in enumerate(states) if state is not None}
 

@@ -537,10 +537,12 @@ class Engine:
             if chunk.sequence in in_flight.void:
                 self.scheduler.retire(chunk)
                 continue
-            self._count_prefill(chunk)
+            if chunk.sequence.prompt_counted < chunk.sequence.num_prompt:
+                self._count_prefill(chunk)
             if chunk.sequence.recover_to or not chunk.sequence.num_output:
                 self._settle(chunk, now)
-            self._take_prompt_logprobs(chunk, result, index)
+            if result.prompt_logprobs:
+                self._take_prompt_logprobs(chunk, result, index)
             output = self._commit(chunk, result, row, now)
             if output is not None:
                 outputs.append(output)
@@ -619,14 +621,19 @@ class Engine:
         if first:
             sequence.first_token_s = now
         logprobs = result.logprobs[row]
-        reason = self._finish_reason(sequence, token_id, is_complete=row in result.completed)
+        is_stop = self._is_stop(sequence, token_id)
+        reason = None
+        if is_stop or row in result.completed:
+            reason = "stop"
+        elif sequence.num_output >= sequence.max_output:
+            reason = "length"
         output = TokenOutput(
             sequence.request_id,
             [token_id],
             logprobs=None if logprobs is None else [logprobs],
             prompt_logprobs=self._prompt_logprobs(sequence) if first else None,
             finish_reason=reason,
-            stop_token_id=token_id if self._is_stop(sequence, token_id) else None,
+            stop_token_id=token_id if is_stop else None,
             times=self._times(sequence, now) if reason or first or is_back else None,
             predicted_ttft_s=sequence.predicted_ttft_s if first else None,
         )
@@ -640,11 +647,6 @@ class Engine:
         return token_id in sampling.stop_token_ids or (
             token_id in self.eos_token_ids and not sampling.ignore_eos
         )
-
-    def _finish_reason(self, sequence: Sequence, token_id: int, *, is_complete: bool) -> str | None:
-        if is_complete or self._is_stop(sequence, token_id):
-            return "stop"
-        return "length" if sequence.num_output >= sequence.max_output else None
 
     @staticmethod
     def _prompt_logprobs(sequence: Sequence) -> list[TokenLogprobs | None] | None:

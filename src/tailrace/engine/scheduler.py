@@ -35,6 +35,8 @@ import bisect
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from tailrace.engine.early_prompts import STEP_SHARE, EarlyPrompts
 from tailrace.engine.forecast import AnswerLengths
 from tailrace.engine.sequence import NO_SLOT, Sequence, Status
@@ -62,8 +64,7 @@ MOST_OVERTAKEN = 15
 """Admissions in a row of others than the lowest priority, while somebody of a lower one waits."""
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     """Tokens [start, end) of one sequence, to be computed in one step."""
 
     sequence: Sequence
@@ -248,14 +249,14 @@ class Scheduler:
         step = Step()
         self._recover_budget()
         self.blocks.advance(self._at_the_end())
-        for decodes in (True, False):
-            # A copy: preemption shortens the list from its young end.
-            for sequence in list(self.running):
-                if sequence.status is Status.RUNNING and (sequence.uncomputed == 1) is decodes:
-                    self._extend(step, sequence)
-            if decodes:
-                step.padding = self._padded_decodes(step.num_tokens) - step.num_tokens
-                step.prompt_limit = self._prompt_limit(step)
+        decoding: list[Sequence] = []
+        prompts: list[Sequence] = []
+        for sequence in self.running:
+            (decoding if sequence.uncomputed == 1 else prompts).append(sequence)
+        self._extend_all(step, decoding)
+        step.padding = self._padded_decodes(step.num_tokens) - step.num_tokens
+        step.prompt_limit = self._prompt_limit(step)
+        self._extend_all(step, prompts)
         if not step.preempted:
             self._admit(step)
             if not self.waiting:
@@ -308,9 +309,9 @@ class Scheduler:
         """Note that a chunk has run: its full blocks become findable in the prefix cache."""
         self.retire(chunk)
         sequence = chunk.sequence
+        is_back = sequence.is_recovering and chunk.end >= sequence.recover_to
         # Who had a token is back with its next one.
-        is_enough = chunk.samples or not sequence.num_output
-        if sequence.is_recovering and chunk.end >= sequence.recover_to and is_enough:
+        if is_back and (chunk.samples or not sequence.num_output):
             sequence.recover_to = 0
             sequence.spent.is_behind = False
         # Preempted or finished meanwhile: its units are gone. (Running again is impossible: a
@@ -335,11 +336,18 @@ class Scheduler:
         if chunk.samples:
             chunk.sequence.pending_tokens -= 1
 
-    def _extend(self, step: Step, sequence: Sequence) -> None:
+    def _extend_all(self, step: Step, sequences: list[Sequence]) -> None:
+        """Give sequences their next chunks; some may be preempted for those before them."""
+        for sequence in sequences:
+            left = self._left(step)
+            if left <= 0:
+                return
+            if sequence.status is Status.RUNNING and sequence.wants_work:
+                self._extend(step, sequence, left)
+
+    def _extend(self, step: Step, sequence: Sequence, left: int) -> None:
         """Give a running sequence its next chunk, at the cost of borrowers if need be."""
-        if not sequence.wants_work or self._left(step) <= 0:
-            return
-        end = self._chunk_end(step, sequence)
+        end = self._chunk_end(step, sequence, left)
         table = _table_of(sequence)
         if end > table.capacity:
             end = self._grow(step, sequence, table, end)
@@ -389,9 +397,9 @@ class Scheduler:
         sequence.expected_output = self.answers.expect(so_far, sequence.max_output)
         self.blocks.expect(table, sequence.num_prompt + sequence.expected_output)
 
-    def _chunk_end(self, step: Step, sequence: Sequence) -> int:
+    def _chunk_end(self, step: Step, sequence: Sequence, left: int) -> int:
         """Where a chunk ends that takes what the step's budget has left."""
-        start, wanted = sequence.num_computed, min(sequence.uncomputed, self._left(step))
+        start, wanted = sequence.num_computed, min(sequence.uncomputed, left)
         if self._pace is not None and wanted > 1:
             # Of who is new, the limit did not know how much of its prompt is cached.
             wanted = self._pace.chunk(step.padded_load, start, wanted)
@@ -438,7 +446,7 @@ class Scheduler:
             sequence.slot = self._free_slots.pop()
             bisect.insort(self.running, sequence, key=lambda s: s.order)
             step.admitted.append(sequence)
-            end = self._chunk_end(step, sequence)
+            end = self._chunk_end(step, sequence, self._left(step))
             self.blocks.grow(table, end)
             step.add(_chunk(sequence, end))
 

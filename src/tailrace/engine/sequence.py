@@ -159,12 +159,12 @@ class Sequence:
     @property
     def uncomputed(self) -> int:
         """Tokens that are still to go through the model: 1 for a decode."""
-        return self.length - self.num_computed
+        return len(self.token_ids) + self.pending_tokens - self.num_computed
 
     @property
     def wants_work(self) -> bool:
         """Whether a further step can bring this sequence anything."""
-        return self.num_output + self.pending_tokens < self.max_output
+        return self.length - self.num_prompt < self.max_output
 
     @property
     def is_recovering(self) -> bool:

@@ -9,16 +9,18 @@ step, and equal shapes give equal addresses, so that a captured graph finds its 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from tailrace.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import numpy as np
 
 _ALIGN = 16  # int32 words
 RING = 3
@@ -78,6 +80,6 @@ class Staging:
     def views(self, packed: Packed) -> dict[str, torch.Tensor]:
         """Return the views without sending anything."""
         return {
-            name: self._device[offset : offset + int(np.prod(shape))].view(shape)
+            name: self._device[offset : offset + math.prod(shape)].view(shape)
             for name, (offset, shape) in packed.places.items()
         }
