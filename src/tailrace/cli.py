@@ -451,7 +451,7 @@ def _check_accuracy(
     prefill_weights: Annotated[
         str,
         typer.Option(
-            help="fp8 | bf16: prompts by that copy, as they are served, and recorded for "
+            help="fp8 | int8 | bf16: prompts by that copy, as they are served, and recorded for "
             "`tailrace serve --prefill-weights auto`."
         ),
     ] = "same",

@@ -23,7 +23,7 @@ DEFAULT_MODEL = "smollm2"
 
 BLOCK_SIZES = ("auto", "8", "16", "32")
 QUANT_TYPES = ("auto", "none", "awq", "fp8", "compressed-tensors")
-PREFILL_WEIGHTS = ("auto", "same", "fp8", "bf16")
+PREFILL_WEIGHTS = ("auto", "same", "fp8", "int8", "bf16")
 _GPU_ITL_TARGET_S = 0.03
 ENV_PREFIX = "TAILRACE_"
 MAX_API_WORKERS = 64
@@ -60,9 +60,9 @@ class EngineConfig:
     prefill_weights: str = setting(
         "auto",
         "What prompts are multiplied by on a GPU; decodes keep the checkpoint's weights. same: "
-        "those, too | fp8 | bf16 (half precision): a second copy in that format | auto: for 4-bit "
-        "weights the fastest copy that memory allows and whose measured accuracy is within the "
-        "bound, for others same.",
+        "those, too | fp8 | int8 | bf16 (half precision): a second copy in that format | auto: for "
+        "4-bit weights the fastest copy that memory allows and whose measured accuracy is within "
+        "the bound, for others same.",
     )
     gpus: tuple[int, ...] = setting((), "Device indices; empty serves on the CPU.")
     context_length: int = setting(0, "Most tokens of one sequence; 0 takes the model's own.")

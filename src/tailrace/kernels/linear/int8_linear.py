@@ -1,8 +1,8 @@
 """A linear layer over int8 weights on a GPU: the copy that prompts may be multiplied by.
 
-Rows are rotated and rounded to int8 by scales of their own (`int8_rows`), unless they come so, and
-multiplied in int8 (`triton_int8`), which Hopper does twice as fast as in half precision. Any number
-of rows takes this way, so a row's result depends on that row alone.
+Rows are rotated and rounded to int8 by scales of their own (`int8_rows`), in the norm or SiLU-mul
+that makes them where there is one, and multiplied in int8 (`triton_int8`), for which tensor cores
+have twice the rate of half precision. Any number of rows goes this way.
 """
 
 from __future__ import annotations
@@ -12,24 +12,26 @@ from typing import TYPE_CHECKING
 import torch
 
 from tailrace.errors import ConfigError
+from tailrace.kernels.linear.device_linear import RoundsRows
 from tailrace.kernels.linear.int8 import quantize_channels
-from tailrace.kernels.linear.int8_rows import Int8Rows
 from tailrace.kernels.linear.triton_int8 import int8_product
-from tailrace.kernels.linear.triton_int8_rows import quantize_rows
+from tailrace.kernels.linear.triton_int8_rows import (
+    add_rms_norm_int8,
+    keep_matrix,
+    quantize_rows,
+    silu_mul_int8,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tailrace.kernels.linear.int8_rows import Int8Rows
+
 ALIGNMENT = 16
-"""Inputs and outputs are multiples of it, or descriptors do not take them."""
+"""Inputs and outputs are multiples of it, or tensor descriptors do not take them."""
 
 
-def takes(outputs: int, inputs: int) -> bool:
-    """Tell whether the sizes of a weight allow int8 products."""
-    return outputs % ALIGNMENT == 0 and inputs % ALIGNMENT == 0
-
-
-class Int8Linear:
+class Int8Linear(RoundsRows):
     """x @ weight.T + bias; sums are exact.
 
     Args:
@@ -45,14 +47,15 @@ class Int8Linear:
     def __init__(
         self, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype, device: torch.device
     ) -> None:
-        if not takes(*weight_OI.shape):
+        if any(size % ALIGNMENT for size in weight_OI.shape):
             raise ConfigError(
                 f"int8 weight {list(weight_OI.shape)}: inputs and outputs must be multiples of "
                 f"{ALIGNMENT}"
             )
         self._weight = quantize_channels(weight_OI.to(device))
-        self._dtype = dtype
+        self._dtype, self._device = dtype, device
         self._bias_O = None if bias_O is None else bias_O.to(device, dtype).contiguous()
+        keep_matrix(self._weight.shape[1], dtype, device)
         self.name = "int8 by channel"
 
     @property
@@ -60,17 +63,41 @@ class Int8Linear:
         """Bytes of weight, scales and bias."""
         return self._weight.nbytes + (0 if self._bias_O is None else self._bias_O.nbytes)
 
-    def __call__(self, x_TI: Tensor | Int8Rows, *, out_TO: Tensor | None = None) -> Tensor:
-        """Return [T, O] in the activations' dtype.
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self._weight.shape
 
-        Args:
-            x_TI: Contiguous, in the activations' dtype or rounded already.
-            out_TO: Where to write it, such as some rows of a larger result; contiguous.
-        """
-        rows = x_TI.values.shape[0] if isinstance(x_TI, Int8Rows) else x_TI.shape[0]
-        if not rows:
-            device = self._weight.values.device
-            empty = torch.empty(0, self._weight.shape[0], dtype=self._dtype, device=device)
-            return empty if out_TO is None else out_TO
-        x8 = x_TI if isinstance(x_TI, Int8Rows) else quantize_rows(x_TI)
-        return int8_product(x8, self._weight, self._bias_O, self._dtype, out_TO=out_TO)
+    def rounds(self, rows: int) -> bool:  # noqa: ARG002 - of others it depends on their number
+        """Tell that rows are rounded, however many."""
+        return True
+
+    def write_normed(
+        self,
+        x_TI: Tensor | None,
+        residual_TI: Tensor,
+        weight_I: Tensor,
+        eps: float,
+        out_TO: Tensor,
+    ) -> None:
+        """See `RoundsRows.write_normed`."""
+        rows = add_rms_norm_int8(x_TI, residual_TI, weight_I, eps, dtype=self._dtype)
+        self._multiply(rows, out_TO)
+
+    def write_silu_mul(self, gate_up_T2I: Tensor, out_TO: Tensor) -> None:
+        """See `RoundsRows.write_silu_mul`."""
+        self._multiply(silu_mul_int8(gate_up_T2I), out_TO)
+
+    def write(self, x_TI: Tensor, out_TO: Tensor) -> None:
+        """See `DeviceLinear.write`."""
+        self._multiply(quantize_rows(x_TI), out_TO)
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """Return [T, O] in the activations' dtype; x is contiguous, and of that dtype."""
+        out_TO = torch.empty(x_TI.shape[0], self.sizes[0], dtype=self._dtype, device=self._device)
+        self.write(x_TI, out_TO)
+        return out_TO
+
+    def _multiply(self, x: Int8Rows, out_TO: Tensor) -> None:
+        if len(out_TO):
+            int8_product(x, self._weight, self._bias_O, self._dtype, out_TO=out_TO)

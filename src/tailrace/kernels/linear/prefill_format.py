@@ -15,6 +15,8 @@ from tailrace.kernels.attention_shapes import FLOAT8_CAPABILITY
 from tailrace.kernels.linear.cublas import CublasLinear
 from tailrace.kernels.linear.float8 import FLOAT8, Float8Weight, quantize_channels
 from tailrace.kernels.linear.float8_linear import ALIGNMENT, Float8Linear
+from tailrace.kernels.linear.int8_linear import ALIGNMENT as INT8_ALIGNMENT
+from tailrace.kernels.linear.int8_linear import Int8Linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,6 +78,11 @@ def _float8(layer: CopiedLinear, workspace: Workspace) -> Float8Linear:
     return Float8Linear(weight, layer.bias_O, workspace)
 
 
+def _int8(layer: CopiedLinear, workspace: Workspace) -> Int8Linear:
+    weight_OI = layer.unpacked(torch.float32)
+    return Int8Linear(weight_OI, layer.bias_O, workspace.dtype, workspace.device)
+
+
 def quantize_in_parts(weight_OI: Tensor) -> Float8Weight:
     """Return `float8.quantize_channels` of a weight, made of few outputs at a time."""
     outputs, inputs = weight_OI.shape
@@ -114,7 +121,16 @@ FORMATS: dict[str, PrefillFormat] = {
             least_capability=FLOAT8_CAPABILITY,
             rounds=True,
         ),
+        PrefillFormat(
+            "int8",
+            "int8 with a scale an output",
+            _int8,
+            lambda outputs, inputs: outputs * (inputs + 4),
+            alignment=INT8_ALIGNMENT,
+            least_capability=(8, 0),
+            rounds=True,
+        ),
         HALF,
     )
 }
-"""By name, the fastest first: that is the order in which `auto` asks them."""
+"""By name, the fastest first (int8 is not timed yet): `auto` asks them in this order."""

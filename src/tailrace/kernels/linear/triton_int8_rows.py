@@ -208,9 +208,14 @@ def silu_mul_int8(gate_up_T2F: Tensor) -> Int8Rows:
     return out
 
 
+def keep_matrix(width: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Have the matrix for rows of this width on the device, before a graph would have to make it."""
+    _matrix(block_of(width), dtype, device)
+
+
 @lru_cache(maxsize=32)
 def _matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Kept: a captured graph holds its address.
+    # A captured graph holds its address, and there are fewer of them than are kept.
     return hadamard(size).to(device, dtype)
 
 
