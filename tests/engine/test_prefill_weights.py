@@ -104,6 +104,11 @@ def test_auto_copies_weights_in_4_bits_alone(folders, kind):
         ([], "bf16", "fp8 not measured (tailrace check-accuracy MODEL --prefill-weights fp8)"),
         ([finding()], "fp8", "fp8 measured 99.50% / 0.001 nats over 20,480 positions"),
         ([finding(agreement=0.936)], "bf16", "fp8 measured 93.60% / 0.001 nats"),
+        (
+            [finding(agreement=0.936), finding("int8", 0.993, 6e-4)],
+            "int8",
+            "fp8 measured 93.60% / 0.001 nats over 20,480 positions, int8 measured 99.30% / 0.0006",
+        ),
         ([finding(divergence=0.0135)], "bf16", "fp8 measured 99.50% / 0.0135 nats"),
         (
             [finding(agreement=0.5), finding("bf16", 0.9991, 1e-5)],
@@ -111,7 +116,7 @@ def test_auto_copies_weights_in_4_bits_alone(folders, kind):
             "bf16 measured 99.91% / 1e-05 nats",
         ),
     ],
-    ids=["unmeasured", "within", "agreement", "divergence", "both"],
+    ids=["unmeasured", "within", "agreement", "int8", "divergence", "both"],
 )
 def test_auto_takes_what_was_measured_within_the_bound_else_half_precision(
     folders, known, expected, words
@@ -165,9 +170,10 @@ def test_a_copy_is_of_every_layer_but_the_head(folders, kind, name):
     assert not any(isinstance(linear, PhasedLinear) for linear in model.layer_linears)
     many = sum(linear.many.nbytes for linear in copied.layer_linears)
     assert copied.weight_bytes == model.weight_bytes + many
-    if name == "fp8":
+    if name != "bf16":
         assert copy_bytes(FORMATS[name], model) == many
-        assert any("and for prompts FP8" in name for name in copied.linear_names)
+        words = f"and for prompts {name.replace('fp', 'FP')}"
+        assert any(words in name for name in copied.linear_names)
 
 
 def test_layers_that_a_4_bit_checkpoint_leaves_plain_stay_so(tmp_path):
@@ -307,9 +313,10 @@ def test_prompts_are_multiplied_by_the_copy_and_decodes_by_the_weights(folders):
     assert seen == [1] * 12
 
 
-def test_a_requests_tokens_do_not_depend_on_its_neighbours(folders):
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_a_requests_tokens_do_not_depend_on_its_neighbours(folders, name):
     kernels, model = loaded(folders["4 bits"])
-    runner = runner_of(with_copy(model, kernels, FORMATS["fp8"]), kernels, "fp8", CudaRunner)
+    runner = runner_of(with_copy(model, kernels, FORMATS[name]), kernels, name, CudaRunner)
     requests = make_requests(temperature=0.0)[2:4]
     together = generate(runner, requests)
     alone = {}
@@ -366,7 +373,8 @@ def start(folder, asked, *, free=None, **settings):
 
 
 @pytest.mark.parametrize(
-    ("asked", "name"), [("auto", "bf16"), ("fp8", "fp8"), ("bf16", "bf16"), ("same", "same")]
+    ("asked", "name"),
+    [("auto", "bf16"), ("fp8", "fp8"), ("int8", "int8"), ("bf16", "bf16"), ("same", "same")],
 )
 def test_a_start_makes_the_copy_and_says_so(folders, monkeypatch, asked, name):
     FakeCuda(monkeypatch, OVERHEAD + (64 << 20))

@@ -209,7 +209,7 @@ def silu_mul_int8(gate_up_T2F: Tensor) -> Int8Rows:
 
 
 def keep_matrix(width: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Have the matrix for rows of this width on the device, before a graph would have to make it."""
+    """Have the matrix for rows of this width on the device, before a graph would make it."""
     _matrix(block_of(width), dtype, device)
 
 
