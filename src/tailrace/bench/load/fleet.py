@@ -52,6 +52,8 @@ REQUEST_IN_CHUNKS = 20.0
 READY_TIMEOUT_S = 60.0
 SILENCE_S = 30.0
 """A worker tells how it stands four times a second; one silent for so long is given up."""
+_DYING_S = 1.0
+"""From the end of a process's reports to the end of the process, at most; then it is killed."""
 LEAD_S = 0.1
 """From the order to start until the start, so that it reaches every worker before."""
 
@@ -254,6 +256,10 @@ class Fleet:
             await self._mourn(worker)
 
     async def _mourn(self, worker: _Worker) -> None:
+        # One that is dead is waited for first: kill() would take its status before asyncio does.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DYING_S):
+                await worker.process.wait()
         status = worker.process.returncode
         if status is None:
             with contextlib.suppress(ProcessLookupError):
