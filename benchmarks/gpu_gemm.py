@@ -2,6 +2,7 @@
 
     PYTHONPATH=src:. python benchmarks/gpu_gemm.py [--out DIR] [--sweep] [--only-check]
                                                    [--ways WAY ...]
+    PYTHONPATH=src:. python benchmarks/gpu_gemm.py --plan FILE
     PYTHONPATH=src:. python benchmarks/gpu_gemm.py --device cpu
                                                         (in Triton's interpreter: does it run?)
 
@@ -25,8 +26,9 @@ weight that none comes from the L2 cache. The ways:
 The floor of a way is what is larger: its bytes over the copy rate that is measured first, or its
 arithmetic at 663 (bfloat16) or 1268 TFLOP/s (FP8), the best that this model's shapes reached on an
 H200 (docs/performance.md); int8's is taken to be FP8's, as the tensor cores' is. --sweep times
-shapes instead: of the kernels of few rows, and of int8's for all. What was found is written after
-every layer.
+shapes instead: of the kernels of few rows, and of int8's for all. With --plan, what is "as served"
+is served as that plan chooses (`tailrace plan measure`). What was found is written after every
+layer.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ import os
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from tailrace.kernels.linear.float8_rows import Float8Rows
     from tailrace.kernels.linear.int8 import Int8Weight
     from tailrace.kernels.linear.int8_rows import Int8Rows
+    from tailrace.kernels.plan import Plan
 
     Save = Callable[[list[dict]], None]
 
@@ -126,6 +129,22 @@ class Made:
     weight_bytes: int
     arithmetic: str
     """Whose ceiling: "bf16" or "fp8"."""
+    layers: list = field(default_factory=list)
+    """That a plan may choose ways for."""
+
+    def serve_by(self, plan: Plan) -> int:
+        """Let the layers be served as a plan chooses; return for how many classes of rows."""
+        from tailrace.kernels.linear.ways import class_words, words_of
+
+        chosen = 0
+        for layer in self.layers:
+            for ways in layer.planned:
+                for most_rows in ways.classes:
+                    name = plan.winner(words_of(layer), class_words(most_rows))
+                    if name is not None:
+                        ways.serve(most_rows, name)
+                        chosen += 1
+        return chosen // max(len(self.layers), 1)
 
 
 def make(
@@ -163,7 +182,9 @@ def _make_plain(
     if way == "bf16":
         scratch = SkinnyScratch.allocate(device)
         products = [SkinnyLinear(layer, scratch) for layer in layers]
-    return Made(products, weight.to(setting.dtype).float(), layers[0].nbytes, "bf16")
+    planned = products if way == "bf16" else []
+    wide = weight.to(setting.dtype).float()
+    return Made(products, wide, layers[0].nbytes, "bf16", planned)
 
 
 def _make_int4(
@@ -175,7 +196,7 @@ def _make_int4(
     held = quantize_groups(weight, 128)
     workspace = _workspace(setting)
     layers = [Int4Linear(held, bias, workspace) for _ in range(copies)]
-    return Made(list(layers), held.dequantize(), layers[0].nbytes, "bf16")
+    return Made(list(layers), held.dequantize(), layers[0].nbytes, "bf16", layers)
 
 
 def _make_float8(
@@ -198,7 +219,7 @@ def _make_float8(
     elif way == "fp8 torch":
         ours = [_torch_blocks(one, bias) for one in kept]
         products = _rounded_once(ours, lambda x: _torch_rows(quantize_rows(x, 128)))
-    return Made(products, held.dequantize(), layers[0].nbytes, "fp8")
+    return Made(products, held.dequantize(), layers[0].nbytes, "fp8", layers)
 
 
 def _make_int8(
@@ -470,7 +491,9 @@ def floor_s(made: Made, rows: int, outputs: int, inputs: int, rate: float) -> fl
     return max(moved / rate, 2 * rows * outputs * inputs / CEILINGS[made.arithmetic])
 
 
-def measure(setting: Setting, rate: float, left_out: set[str], save: Save) -> list[dict]:
+def measure(
+    setting: Setting, rate: float, left_out: set[str], save: Save, plan: Plan | None
+) -> list[dict]:
     """Time every way but those left out; what is found so far is saved after each layer."""
     import torch
 
@@ -485,6 +508,9 @@ def measure(setting: Setting, rate: float, left_out: set[str], save: Save) -> li
             copies = min(40, -int(-COLD_BYTES // half_bytes)) if setting.is_gpu else 1
             made = make(way, setting, weight, bias, copies)
             made.weight = weight[:0]
+            if plan is not None and made.layers:
+                chosen = made.serve_by(plan)
+                print(f"{name} {way}: the plan chooses for {chosen} classes of rows", flush=True)
             entry = {"layer": name, "way": way, "weight_bytes": made.weight_bytes}
             for rows in setting.rows:
                 if not takes(way, rows, setting):
@@ -789,6 +815,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--plan", type=Path)
     parser.add_argument("--only-check", action="store_true")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     arguments = parser.parse_args()
@@ -797,6 +824,8 @@ def main() -> None:
         exact_interpreter()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
+
+    from tailrace.kernels.plan import read
 
     torch.manual_seed(0)
     setting = replace(setting_of(arguments.device), ways=tuple(arguments.ways))
@@ -820,7 +849,8 @@ def main() -> None:
             compile_sweep(setting)
             found = sweep(setting, rate, save)
         else:
-            found = measure(setting, rate, left_out, save)
+            plan = None if arguments.plan is None else read(arguments.plan)
+            found = measure(setting, rate, left_out, save, plan)
     where = torch.cuda.get_device_name() if setting.is_gpu else "Triton's interpreter: no times"
     print(f"{where}, torch {torch.__version__}, {time.monotonic() - begun:.0f} s in all")
     if arguments.sweep:

@@ -524,6 +524,7 @@ def _plan_measure(
     quant_type: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "auto",
     load_format: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "auto",
     context_length: Annotated[int, typer.Option(help="As of `tailrace serve`.")] = 0,
+    prefill_weights: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "auto",
     out: Annotated[
         Path | None, typer.Option(help="Default: where `serve --plan auto` looks.")
     ] = None,
@@ -541,6 +542,7 @@ def _plan_measure(
         "gpus": gpus,
         "dtype": dtype,
         "quant_type": quant_type,
+        "prefill_weights": prefill_weights,
     }
     settings |= {"load_format": load_format, "context_length": context_length}
     config = load(settings).engine

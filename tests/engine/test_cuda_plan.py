@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import msgspec
@@ -17,18 +18,31 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from tailrace.engine import cuda_plan
 from tailrace.engine.cuda_plan import key_of, measure_whole, settle
+from tailrace.kernels.attention_shapes import (
+    INTERPRETER,
+    decode_candidates,
+    prefill_candidates,
+)
 from tailrace.kernels.linear.cublas import CublasLinear
+from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.linear.triton_skinny import SkinnyLinear, SkinnyScratch
 from tailrace.kernels.plan import Plan, pin, read, usual_file, write
+from tailrace.kernels.plan_questions import over
 from tailrace.kernels.triton_kernels import TritonKernels
+from tests.support.interpreter import exact_float8
 
+PREFILLS = len(prefill_candidates(16, INTERPRETER))
+DECODES = len(decode_candidates(16, INTERPRETER))
 MODEL = SimpleNamespace(config=SimpleNamespace(num_heads=2, num_kv_heads=1, head_dim=16))
 LONGEST = 40
+HELD = []
+"""Layers: kernels know those that are in use, and do not hold them."""
 
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch, tmp_path):
     monkeypatch.setenv("TAILRACE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("tailrace.kernels.plan_questions._DECODES", 2)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0")
         warnings.filterwarnings("ignore", category=RuntimeWarning)
@@ -54,16 +68,16 @@ def loaded():
     kernels = TritonKernels(torch.device("cpu"), "float32")
     weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
     many = CublasLinear(weight, None, torch.float32, torch.device("cpu"))
-    kernels.skinny_layers.append(SkinnyLinear(many, SkinnyScratch.allocate("cpu")))
+    HELD.append(kernels.let_plan(SkinnyLinear(many, SkinnyScratch.allocate("cpu"))))
     return kernels
 
 
-def start(asked, bound_s=math.inf, *, kv_is_float8=False):
+def start(asked, bound_s=math.inf, *, kv_dtype=torch.float32):
     """Return (kernels, plan, calls timed) of a start."""
     kernels, ticking = loaded(), Ticking()
     plan = settle(
         str(asked), kernels, MODEL, longest=LONGEST, timer=ticking.timer, clock=ticking.clock,
-        bound_s=bound_s, kv_is_float8=kv_is_float8,
+        bound_s=bound_s, kv_dtype=kv_dtype, unit=8,
     )  # fmt: skip
     return kernels, plan, ticking.calls
 
@@ -80,8 +94,8 @@ def test_off_asks_and_changes_nothing():
 
 def test_auto_measures_once_and_the_next_start_reads():
     first, plan, calls = start("auto")
-    # Two shapes of attention, then split, whole and cuBLAS up to 16 rows, whole and cuBLAS to 32.
-    assert calls == 2 + 3 + 2
+    # Shapes of prompts' and decodes' attention; split, whole and cuBLAS up to 16 rows, then two.
+    assert calls == PREFILLS + DECODES + 3 + 2
     assert read(file_here()) == plan
     second, again, calls = start("auto")
     assert (calls, again) == (0, plan)
@@ -89,24 +103,27 @@ def test_auto_measures_once_and_the_next_start_reads():
         assert len(kernels.prefill_rows) == 3
         assert kernels.prefill_rows[0][1].words == plan.choices[0].winner
         assert kernels.prefill_rows[0][1] != kernels.prefill_rows[1][1]
+        assert kernels.decode_row.words == plan.choices[1].winner
 
 
-def test_attention_over_a_float8_cache_is_neither_measured_nor_changed():
-    _, plan, calls = start("auto", kv_is_float8=True)
-    assert (len(plan.choices), calls) == (2, 5)
+def test_a_plan_grows_by_what_another_kind_of_cache_asks(monkeypatch):
+    exact_float8(monkeypatch)
     _, plan, calls = start("auto")
-    assert (len(plan.choices), calls) == (3, 2)
-    kernels, again, calls = start("auto", kv_is_float8=True)
-    assert (again, calls, kernels.prefill_rows) == (plan, 0, ())
-    assert kernels.skinny_layers[0].serving(16) == plan.winner("linear 64 to 96", "up to 16 rows")
+    _, both, more = start("auto", kv_dtype=FLOAT8)
+    assert (more, len(both.choices)) == (PREFILLS + DECODES, len(plan.choices) + 2)
+    for kv_dtype in (torch.float32, FLOAT8):
+        kernels, again, calls = start("auto", kv_dtype=kv_dtype)
+        assert (again, calls) == (both, 0)
+        won = both.winner(over("decode attention", kv_dtype), "any length")
+        assert kernels.decode_row.words == won
 
 
 def test_what_a_bound_left_out_is_measured_by_the_next_start():
-    _, plan, calls = start("auto", bound_s=3.0)
+    _, plan, calls = start("auto", bound_s=PREFILLS + 1.0)
     assert [choice.operation for choice in plan.choices] == ["prefill attention"]
-    assert calls == 3  # the last one's answer is not whole
+    assert calls == PREFILLS + 1  # the last one's answer is not whole
     _, plan, _ = start("auto")
-    assert len(plan.choices) == 3
+    assert len(plan.choices) == 4
     assert read(file_here()) == plan
 
 
@@ -114,7 +131,7 @@ def test_a_plan_of_other_versions_is_measured_anew():
     _, plan, _ = start("auto")
     write(stale(plan), file_here())
     _, again, calls = start("auto")
-    assert calls == 7
+    assert calls == PREFILLS + DECODES + 5
     assert read(file_here()) == again == plan
 
 
@@ -185,20 +202,44 @@ def test_a_files_plan_serves_and_nothing_is_measured(tmp_path):
     assert not file_here().exists()
 
 
-def test_a_whole_plan_is_measured_without_a_bound_and_replaces_the_old(tmp_path):
+def test_a_whole_plan_is_measured_without_a_bound_and_replaces_the_old(tmp_path, monkeypatch):
     kernels, out = loaded(), tmp_path / "out.json"
-    plan, file = measure_whole(kernels, MODEL, LONGEST, out, Ticking().timer)
+    exact_float8(monkeypatch)
+    plan, file = measure_whole(kernels, MODEL, LONGEST, out, Ticking().timer, unit=8)
     assert (file, read(out)) == (out, plan)
-    assert len(plan.choices) == 3
-    assert measure_whole(kernels, MODEL, LONGEST, None, Ticking().timer)[1] == file_here()
+    assert len(plan.choices) == 6  # attention over both kinds of cache
+    found = measure_whole(kernels, MODEL, LONGEST, None, Ticking().timer, unit=8)
+    assert found[1] == file_here()
     pin(out, tmp_path / "pinned.json")
     ticking = Ticking()
     with pytest.raises(ConfigError, match="is pinned"):
-        measure_whole(kernels, MODEL, LONGEST, tmp_path / "pinned.json", ticking.timer)
+        measure_whole(kernels, MODEL, LONGEST, tmp_path / "pinned.json", ticking.timer, unit=8)
     assert ticking.calls == 0
 
 
 def test_a_model_with_nothing_to_choose_is_told_so(monkeypatch):
     monkeypatch.setattr(cuda_plan, "questions_of", lambda *_: iter(()))
     with pytest.raises(ConfigError, match="nothing to choose for 2/1 heads of 16"):
-        measure_whole(loaded(), MODEL, LONGEST, None, Ticking().timer)
+        measure_whole(loaded(), MODEL, LONGEST, None, Ticking().timer, unit=8)
+
+
+@dataclass(eq=False)
+class Other:
+    operation: str
+    sizes: tuple[int, int]
+
+
+def test_a_key_names_the_layers_or_digests_what_would_be_too_long():
+    kernels = loaded()
+    assert key_of(kernels, MODEL).model == "2/1 heads of 16, linear 64 to 96"
+    (layer,) = kernels.planned_layers
+    for outputs in range(64, 3000, 64):
+        other = Other(layer.operation, (outputs, 64))
+        HELD.append(kernels.let_plan(other))
+    long = key_of(kernels, MODEL)
+    assert long.model.startswith("2/1 heads of 16, 47 kinds of layers, ")
+    write(Plan(long, ()), usual_file(long))
+    assert read(usual_file(long)).key == long
+    HELD.pop()
+    del other
+    assert key_of(kernels, MODEL).model != long.model

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tailrace.kernels.attention_shapes import ADA, CANDIDATES, DECODE, HOPPER, PREFILL
+from tailrace.kernels.attention_shapes import ADA, HOPPER, decode_candidates, prefill_candidates
 from tailrace.kernels.linear import (
     triton_float8,
     triton_float8_rows,
@@ -93,21 +93,19 @@ def float8_cases(kind: int) -> Iterator[Case]:
     """The kernels that see the cache, where it is float8."""
     if kind < ADA:
         return
-    for case in [*attention_cases(kind), *rope_cases(is_float8=True)]:
+    for case in [*attention_cases(kind, is_float8=True), *rope_cases(is_float8=True)]:
         if "k_cache" in case.kernel.arg_names:
             yield replace(case, name=f"{case.name} float8", types=FLOAT8_KV)
 
 
 def attention_cases(
-    kind: int, units: tuple[int, ...] = (16,), *, planned: bool = False
+    kind: int, units: tuple[int, ...] = (16,), *, is_float8: bool = False
 ) -> Iterator[Case]:
-    """The table's shapes, and where plans count those that they may choose, too."""
-    for head_dim, rows in PREFILL[kind].items():
-        heads, kv_heads = HEADS[head_dim]
+    """The table's shapes, and those that plans may choose."""
+    capability = divmod(kind, 10)
+    for head_dim, (heads, kv_heads) in HEADS.items():
         known = {"NUM_HEADS": heads, "GROUP": heads // kv_heads, "UNIT": 16, "HEAD_DIM": head_dim}
-        shapes = dict.fromkeys(shape for _, shape in rows)
-        if planned:
-            shapes |= dict.fromkeys(CANDIDATES.get(kind, {}).get(head_dim, ()))
+        shapes = prefill_candidates(head_dim, capability, is_float8=is_float8)
         for shape, unit in itertools.product(shapes, units):
             tile = {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "UNIT": unit}
             where = "" if unit == 16 else " in one piece"
@@ -118,17 +116,17 @@ def attention_cases(
                 shape.num_warps,
                 shape.num_stages,
             )
-        decode = DECODE[kind][head_dim]
-        yield Case(
-            f"decode {head_dim} {decode.block_n}",
-            decode_kernel,
-            {
-                **UNIT_STRIDES, **known, "PADDED": 16, "BLOCK_N": decode.block_n,
-                "SPLIT": decode.split,
-            },
-            decode.num_warps,
-            decode.num_stages,
-        )  # fmt: skip
+        for decode in decode_candidates(head_dim, capability):
+            yield Case(
+                f"decode {head_dim} {decode.words}",
+                decode_kernel,
+                {
+                    **UNIT_STRIDES, **known, "PADDED": 16, "BLOCK_N": decode.block_n,
+                    "SPLIT": decode.split,
+                },
+                decode.num_warps,
+                decode.num_stages,
+            )  # fmt: skip
 
 
 def rope_cases(*, is_float8: bool) -> Iterator[Case]:
@@ -164,22 +162,34 @@ def other_cases() -> Iterator[Case]:
 
 
 def int4_cases() -> Iterator[Case]:
-    """Every tile of rows, for groups of 64 and 128, in both halves."""
-    shapes = [*triton_int4.SHAPES.items()]
-    shapes += [(block_m, triton_int4.SMALL_SHAPE) for block_m in (16, 32, 64)]
-    for (block_m, shape), chunk, half in itertools.product(shapes, (64, 128), ("bf16", "fp16")):
+    """Every tile of rows, for groups of 64 and 128, in both halves; for plans in one of them."""
+    usual = [*triton_int4.SHAPES.items()]
+    usual += [(block_m, triton_int4.SMALL_SHAPE) for block_m in (16, 32, 64)]
+    planned = [
+        (block_m, shape)
+        for block_m, shapes in triton_int4.CANDIDATES.items()
+        for shape in shapes
+        if (block_m, shape) not in usual
+    ]
+    for (block_m, shape), chunk, half in itertools.chain(
+        itertools.product(usual, (64, 128), ("bf16", "fp16")),
+        itertools.product(planned, (64, 128), ("bf16",)),
+    ):
         constants = {
             "BLOCK_M": block_m, "BLOCK_N": shape.block_n, "CHUNK": chunk, "CHUNKS_A_GROUP": 1,
             "IS_SPLIT": True, "HAS_BIAS": True, "COMPILED": True, "STAGES": shape.num_stages,
         }  # fmt: skip
         yield Case(
-            f"int4 {block_m}x{shape.block_n}/{chunk} {half}", triton_int4.int4_kernel, constants,
+            f"int4 {block_m}/{chunk} {half} {shape.words}", triton_int4.int4_kernel, constants,
             shape.num_warps, shape.num_stages, types=_int4_types(half),
         )  # fmt: skip
-    constants = {"BLOCK_N": 64, "CHUNK": 128, "CHUNKS_A_GROUP": 1}
-    for out in ("bf16", "fp32"):  # to be multiplied, and to be rounded to another format
-        types = _int4_types(out)
-        yield Case(f"int4_dequantize {out}", triton_int4.dequantize_kernel, constants, types=types)
+    for writing in (triton_int4.WRITING, *triton_int4.WRITING_CANDIDATES):
+        constants = {"BLOCK_N": writing.block_n, "CHUNK": 128, "CHUNKS_A_GROUP": 1}
+        for out in ("bf16", "fp32"):  # to be multiplied, and to be rounded to another format
+            yield Case(
+                f"int4_dequantize {out} {writing.words}", triton_int4.dequantize_kernel, constants,
+                writing.num_warps, types=_int4_types(out),
+            )  # fmt: skip
 
 
 def hopper_int4_cases(kind: int) -> Iterator[Case]:
@@ -223,25 +233,29 @@ def float8_linear_cases(kind: int) -> Iterator[Case]:
     floats = dict.fromkeys(("scale_ptr", "scales_ptr", "x_scale_ptr", "w_scale_ptr"), "*fp32")
     wide = dict.fromkeys(("w_ptr", "values_ptr"), "*fp8e4nv")
     types = {**TYPES, **halves, **floats, **wide, "arrivals": "*i32"}
+    planned = [(rows, shape) for rows, some in triton_float8.CANDIDATES.items() for shape in some]
     for (block_m, shape), by_blocks in itertools.product(
-        triton_float8.SKINNY_SHAPES, (False, True)
+        (*triton_float8.SKINNY_SHAPES, *planned), (False, True)
     ):
         constants = {
             "BLOCK_M": block_m, "BLOCK_N": shape.block_n, "BLOCK_K": 128, "BY_BLOCKS": by_blocks,
             "IS_SPLIT": True, "HAS_BIAS": True, "STAGES": shape.num_stages,
         }  # fmt: skip
         yield Case(
-            f"float8_skinny {block_m} blocks={by_blocks}", triton_float8.float8_skinny_kernel,
-            constants, shape.num_warps, shape.num_stages, types=types,
+            f"float8_skinny {block_m} blocks={by_blocks} {shape.words}",
+            triton_float8.float8_skinny_kernel, constants,
+            shape.num_warps, shape.num_stages, types=types,
         )  # fmt: skip
-    constants = {
-        "BLOCK_M": triton_float8.BLOCK_M, "BLOCK_N": triton_float8.BLOCK_N,
-        "GROUP_M": triton_float8.GROUP_M, "HAS_BIAS": True,
-    }  # fmt: skip
-    yield Case(
-        "float8_blocks", triton_float8.float8_blocks_kernel, constants,
-        triton_float8.BLOCKS_WARPS, triton_float8.BLOCKS_STAGES, {**types, "x_ptr": "*fp8e4nv"},
-    )  # fmt: skip
+    many = (triton_float8.MANY_SHAPE, *triton_float8.MANY_CANDIDATES)
+    for tile, by_blocks in itertools.product(many, (False, True)):
+        constants = {
+            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP_M": triton_float8.GROUP_M,
+            "BY_BLOCKS": by_blocks, "HAS_BIAS": True,
+        }  # fmt: skip
+        yield Case(
+            f"float8_many blocks={by_blocks} {tile.words}", triton_float8.float8_many_kernel,
+            constants, tile.num_warps, tile.num_stages, {**types, "x_ptr": "*fp8e4nv"},
+        )  # fmt: skip
     hidden = {"WIDTH": 3584, "BLOCK": 4096}
     inner = {"WIDTH": 18944, "BLOCK": 32768}
     for group in (0, 128):
@@ -341,7 +355,7 @@ def usage(compiled: Any) -> dict[str, int]:
 
 def main(kind: int) -> None:
     cases = [
-        *attention_cases(kind, (16, WHOLE), planned=True),
+        *attention_cases(kind, (16, WHOLE)),
         *float8_cases(kind),
         *other_cases(),
         *int4_cases(),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,17 +16,30 @@ from tests.kernels.compare import assert_close
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from tailrace.kernels.attention_shapes import HOPPER, PREFILL, prefill_candidates
+from tailrace.kernels.attention_shapes import (
+    HOPPER,
+    decode_candidates,
+    decode_shape,
+    prefill_candidates,
+)
+from tailrace.kernels.attention_shapes import PREFILL as TABLE
 from tailrace.kernels.linear.cublas import CublasLinear
+from tailrace.kernels.linear.float8 import FLOAT8, quantize_blocks, quantize_channels
+from tailrace.kernels.linear.float8_rows import quantize_rows
+from tailrace.kernels.linear.int4 import quantize_groups
 from tailrace.kernels.linear.triton_skinny import SPLIT, WHOLE, SkinnyLinear, SkinnyScratch
+from tailrace.kernels.linear.ways import MANY, class_words, words_of
 from tailrace.kernels.plan import Key, Plan, choose
 from tailrace.kernels.plan_questions import (
-    ATTENTION,
+    ANY_LENGTH,
+    DECODE,
+    PREFILL,
+    Heads,
     Question,
     apply,
     key_words,
-    linear_words,
     measure,
+    over,
     questions,
 )
 from tailrace.kernels.triton_kernels import TritonKernels
@@ -122,6 +138,14 @@ def test_a_layer_of_zeros_is_served_by_what_gives_zeros():
     assert found.winner == "zeros"
 
 
+def test_where_bits_must_be_equal_the_nearest_is_refused():
+    bench = Bench({"usual": 2.0, "same": 1.5, "other": 1.0})
+    asked = replace(question(usual=TRUTH, same=TRUTH, other=TRUTH + 1e-6), is_exact=True)
+    (found,) = measure([asked], bench.timer, bench.clock, 100.0)
+    assert found.winner == "same"
+    assert found.refused == {"other": "its bits are not the default's"}
+
+
 def test_past_the_bound_no_candidate_is_begun_and_half_an_answer_is_none():
     bench = Bench({"usual": 1.0, "a": 1.0})
     asked = [question(sizes, usual=TRUTH, a=TRUTH) for sizes in ("one", "two", "three")]
@@ -131,6 +155,12 @@ def test_past_the_bound_no_candidate_is_begun_and_half_an_answer_is_none():
     assert measure(asked, bench.timer, bench.clock, 0.0) == []
 
 
+HELD = []
+"""Layers: kernels know those that are in use, and do not hold them."""
+HEADS = Heads(2, 1, 16)
+FLOAT32 = (torch.float32,)
+
+
 def loaded(*sizes):
     """Return kernels in the interpreter whose model has plain layers of these sizes."""
     kernels = TritonKernels(torch.device("cpu"), "float32")
@@ -138,12 +168,27 @@ def loaded(*sizes):
         generator = torch.Generator().manual_seed(outputs)
         weight = torch.randn(outputs, inputs, generator=generator)
         many = CublasLinear(weight, None, torch.float32, torch.device("cpu"))
-        kernels.skinny_layers.append(SkinnyLinear(many, SkinnyScratch.allocate("cpu")))
+        HELD.append(kernels.let_plan(SkinnyLinear(many, SkinnyScratch.allocate("cpu"))))
     return kernels
 
 
-def asked_of(kernels, longest=40):
-    return list(questions(kernels, num_heads=2, num_kv_heads=1, head_dim=16, longest=longest))
+QUANTIZED = {
+    "int4": lambda w: quantize_groups(w, 64),
+    "channel": quantize_channels,
+    "block128": quantize_blocks,
+}
+
+
+def quantized(kind):
+    """Return kernels in the interpreter whose model has one layer over a weight of a kind."""
+    kernels = TritonKernels(torch.device("cpu"), "float32")
+    weight = torch.randn(144, 128, generator=torch.Generator().manual_seed(1)) / 11
+    HELD.append(kernels.pack_linear(QUANTIZED[kind](weight), torch.ones(144), "float32"))
+    return kernels
+
+
+def asked_of(kernels, longest=40, kv_dtypes=FLOAT32):
+    return list(questions(kernels, HEADS, longest=longest, kv_dtypes=kv_dtypes, unit=8))
 
 
 def test_what_is_asked_of_a_model(interpreter):
@@ -151,30 +196,82 @@ def test_what_is_asked_of_a_model(interpreter):
     wide = 64 * 128
     asked = asked_of(loaded((96, 64), (96, 64), (wide, 64)), longest=2000)
     assert [(q.operation, q.sizes) for q in asked] == [
-        (ATTENTION, "below 1024 keys"),
-        (ATTENTION, "below 3072 keys"),
+        (PREFILL, "below 1024 keys"),
+        (PREFILL, "below 3072 keys"),
+        (DECODE, ANY_LENGTH),
         ("linear 64 to 96", "up to 16 rows"),
         ("linear 64 to 96", "up to 32 rows"),
         (f"linear 64 to {wide}", "up to 16 rows"),
         (f"linear 64 to {wide}", "up to 32 rows"),
     ]
-    assert [q.default for q in asked[2:]] == ["Triton, inputs split", "cuBLAS", "Triton", "Triton"]
+    assert [q.default for q in asked[3:]] == ["Triton, inputs split", "cuBLAS", "Triton", "Triton"]
     with_split = [q for q in asked if "Triton, inputs split" in q.candidates]
     assert [q.sizes for q in with_split] == ["up to 16 rows"]
-    assert len(asked_of(loaded(), longest=4000)) == 3
+    assert len(asked_of(loaded(), longest=4000)) == 4
 
 
-def test_every_candidate_equals_its_reference(interpreter, monkeypatch):
-    monkeypatch.setattr("tailrace.kernels.plan_questions._OUTPUTS", 40)
-    for asked in asked_of(loaded((96, 64)), longest=70):
+def test_attention_is_asked_about_for_each_kind_of_cache(interpreter):
+    asked = asked_of(loaded(), kv_dtypes=(torch.float32, FLOAT8))
+    operations = [PREFILL, DECODE, "prefill attention over float8", "decode attention over float8"]
+    assert [q.operation for q in asked] == operations
+
+
+ROWS = {
+    "int4": ["16", "32", "64", "128", "more rows"],
+    "channel": ["16", "32", "64", "128", "256", "512", "more rows"],
+    "block128": ["16", "32", "64", "128", "256", "512", "more rows"],
+}
+
+
+@pytest.mark.parametrize("kind", list(QUANTIZED))
+def test_quantised_layers_are_asked_about_in_every_class_of_rows(interpreter, kind):
+    asked = asked_of(quantized(kind))[2:]
+    names = {"int4": "int4/64", "channel": "fp8/channel", "block128": "fp8/block128"}
+    assert {q.operation for q in asked} == {f"{names[kind]} linear 128 to 144"}
+    assert [q.sizes.removeprefix("up to ").removesuffix(" rows") for q in asked] == [
+        rows.removesuffix(" rows") for rows in ROWS[kind]
+    ]
+    by_torch = [q.sizes for q in asked if q.default == "torch"]
+    assert len(by_torch) == (4 if kind == "channel" else 0)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, FLOAT8], ids=["float32", "float8"])
+def test_every_candidate_of_attention_equals_its_reference(interpreter, monkeypatch, kv_dtype):
+    monkeypatch.setattr("tailrace.kernels.plan_questions._DECODES", 3)
+    for asked in asked_of(loaded(), longest=71, kv_dtypes=(kv_dtype,)):
         truth = asked.reference()
         for name, work in asked.candidates.items():
             assert_close(f"{asked.operation} by {name}", work(), truth, rtol=1e-4, atol=1e-4)
 
 
+def test_every_candidate_of_a_plain_layer_equals_its_reference(interpreter, monkeypatch):
+    monkeypatch.setattr("tailrace.kernels.plan_questions._OUTPUTS", 40)
+    for asked in asked_of(loaded((96, 64)))[2:]:
+        truth = asked.reference()
+        for name, work in asked.candidates.items():
+            assert_close(f"{asked.operation} by {name}", work(), truth, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", list(QUANTIZED))
+def test_every_candidate_of_a_quantised_layer_equals_its_reference(interpreter, monkeypatch, kind):
+    """The product by torch is in bfloat16. Rows are rounded by the reference: it is quicker."""
+    monkeypatch.setattr("tailrace.kernels.linear.float8_linear.quantize_rows", quantize_rows)
+    monkeypatch.setattr("tailrace.kernels.plan_questions._OUTPUTS", 128)
+    kernels = quantized(kind)
+    for layer in kernels.planned_layers:
+        for ways in layer.planned:
+            ways._many_rows = min(ways._many_rows, 530)
+    for asked in asked_of(kernels)[2:]:
+        truth = asked.reference()
+        for name, work in asked.candidates.items():
+            rounding = 1e-2 if name == "torch" else 1e-4
+            what = f"{asked.operation}, {asked.sizes}, by {name}"
+            assert_close(what, work(), truth, rtol=rounding, atol=rounding)
+
+
 def test_attention_in_parts_is_attention(interpreter, monkeypatch):
     """The reference, a few rows at a time, does not depend on how many."""
-    (asked,) = asked_of(loaded(), longest=70)
+    asked = asked_of(loaded(), longest=70)[0]
     whole = asked.reference()
     monkeypatch.setattr("tailrace.kernels.plan_questions._ROWS", 16)
     torch.testing.assert_close(asked.reference(), whole)
@@ -184,57 +281,123 @@ def plan_of(*choices):
     return Plan(KEY, tuple(choose(op, sizes, won, {won: 1.0}, {}) for op, sizes, won in choices))
 
 
+def serve(plan, kernels, kv_dtype=torch.float32):
+    apply(plan, kernels, 16, FILE, kv_dtype=kv_dtype)
+
+
 def test_winners_serve_and_the_rest_is_as_before(interpreter):
     kernels = loaded((96, 64))
-    (layer,) = kernels.skinny_layers
+    (layer,) = kernels.planned_layers
+    (ways,) = layer.planned
     x = torch.randn(9, 64)
     before = layer(x)
     other = prefill_candidates(16, kernels.capability)[1]
-    operation, sizes = linear_words(layer, 16)
-    chosen = plan_of((ATTENTION, key_words(1024), other.words), (operation, sizes, "cuBLAS"))
+    few = (words_of(layer), class_words(16))
+    chosen = plan_of((PREFILL, key_words(1024), other.words), (*few, "cuBLAS"))
     usual = kernels.prefill_shape(16, 5000)
-    apply(chosen, kernels, 16, FILE)
+    serve(chosen, kernels)
     assert kernels.prefill_shape(16, 1023) == other != usual
     assert kernels.prefill_shape(16, 1024) == kernels.prefill_shape(16, 1 << 20) == usual
-    assert [layer.serving(16), layer.serving(32)] == ["cuBLAS", "cuBLAS"]
+    assert kernels.decode_shape(16) == decode_shape(16, kernels.capability)
+    assert [ways.serving(16), ways.serving(32)] == ["cuBLAS", "cuBLAS"]
     assert layer.name == "cuBLAS float32"
     assert torch.equal(layer(x), layer.plain(x))
     torch.testing.assert_close(layer(x), before, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, FLOAT8], ids=["float32", "float8"])
+def test_attention_is_served_by_the_winners_for_its_own_kind_of_cache(kv_dtype):
+    kernels = loaded()
+    prefills = prefill_candidates(16, kernels.capability)
+    decodes = decode_candidates(16, kernels.capability)
+    chosen = plan_of(
+        (PREFILL, "longer", prefills[0].words),
+        (DECODE, ANY_LENGTH, decodes[1].words),
+        (over(PREFILL, FLOAT8), "longer", prefills[1].words),
+        (over(DECODE, FLOAT8), ANY_LENGTH, decodes[2].words),
+    )
+    serve(chosen, kernels, kv_dtype)
+    is_float8 = kv_dtype == FLOAT8
+    assert kernels.prefill_shape(16, 9000) == prefills[is_float8]
+    assert kernels.decode_shape(16) == decodes[1 + is_float8]
+    assert len({shape.split for shape in decodes}) == len({s.block_n for s in decodes}) == 1
+
+
+@pytest.mark.parametrize("kind", list(QUANTIZED))
+def test_quantised_layers_are_served_by_winners_without_another_result(interpreter, kind):
+    kernels = quantized(kind)
+    (layer,) = kernels.planned_layers
+    x = {rows: torch.randn(rows, 128) for rows in (3, 20, 60, 100, 140)}
+    before = {rows: layer(x[rows]) for rows in x}
+    classes = [(ways, most) for ways in layer.planned for most in ways.classes]
+    last = {most: ways.options(most)[-1] for ways, most in classes}
+    named = [(words_of(layer), class_words(most), name) for most, name in last.items()]
+    serve(plan_of(*named), kernels)
+    assert {most: ways.serving(most) for ways, most in classes} == last
+    for rows, expected in before.items():
+        torch.testing.assert_close(layer(x[rows]), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_what_serves_a_weight_written_out_is_the_last_bit_the_same(interpreter):
+    kernels = quantized("int4")
+    (layer,) = kernels.planned_layers
+    writing = layer.planned[1]
+    x = torch.randn(140, 128)
+    found = []
+    for name in writing.options(MANY):
+        writing.serve(MANY, name)
+        found.append(layer(x))
+    assert len(found) > 1
+    assert all(torch.equal(y, found[0]) for y in found)
+
+
 def test_a_layer_may_be_served_whole_for_more_rows(interpreter):
     kernels = loaded((96, 64))
-    (layer,) = kernels.skinny_layers
-    apply(plan_of((*linear_words(layer, 32), "Triton")), kernels, 16, FILE)
+    (layer,) = kernels.planned_layers
+    serve(plan_of((words_of(layer), class_words(32), "Triton")), kernels)
     assert layer.name == "cuBLAS float32, Triton up to 32 rows"
     x = torch.randn(30, 64)
-    assert torch.equal(layer(x), layer.by("Triton", x))
-    assert torch.equal(layer(x[:10]), layer.by("Triton, inputs split", x[:10]))
+    torch.testing.assert_close(layer(x), layer.plain(x), rtol=1e-4, atol=1e-4)
+    assert [layer._few.of(rows) for rows in (10, 30)] == [SPLIT, WHOLE]
 
 
 @pytest.mark.parametrize("rows", [16, 32])
 def test_a_winner_that_is_no_candidate_is_refused_and_changes_nothing(interpreter, rows):
     kernels = loaded((96, 64))
-    (layer,) = kernels.skinny_layers
+    (layer,) = kernels.planned_layers
     other = prefill_candidates(16, kernels.capability)[1]
     name = "magic" if rows == 16 else "Triton, inputs split"  # which has no room for 32 rows
-    chosen = plan_of((ATTENTION, key_words(1024), other.words), (*linear_words(layer, rows), name))
+    wrong = (words_of(layer), class_words(rows), name)
     with pytest.raises(ConfigError, match=f"{FILE}: linear 64 to 96, up to {rows} rows: '{name}'"):
-        apply(chosen, kernels, 16, FILE)
+        serve(plan_of((PREFILL, key_words(1024), other.words), wrong), kernels)
     assert kernels.prefill_rows == ()
-    assert layer.serving(rows) == ("Triton, inputs split" if rows == 16 else "cuBLAS")
-    with pytest.raises(ConfigError, match=f"{FILE}: {ATTENTION}, longer: '1x1'"):
-        apply(plan_of((ATTENTION, "longer", "1x1")), kernels, 16, FILE)
+    serving = "Triton, inputs split" if rows == 16 else "cuBLAS"
+    assert layer.planned[0].serving(rows) == serving
+    for operation, sizes in ((PREFILL, "longer"), (DECODE, ANY_LENGTH)):
+        with pytest.raises(ConfigError, match=f"{FILE}: {operation}, {sizes}: '1x1'"):
+            serve(plan_of((operation, sizes, "1x1")), kernels)
+    assert kernels.decode_row is None
 
 
 def test_without_a_plan_the_table_serves():
     kernels = loaded()
     for head_dim, longest in itertools.product((64, 128, 256), (1, 1023, 1024, 1 << 20)):
-        expected = next(s for bound, s in PREFILL[HOPPER][head_dim] if longest < bound)
+        expected = next(s for bound, s in TABLE[HOPPER][head_dim] if longest < bound)
         assert kernels.prefill_shape(head_dim, longest) == expected
+        assert kernels.decode_shape(head_dim) == decode_shape(head_dim, kernels.capability)
 
 
 def test_layers_start_as_measured_on_an_h200():
     kernels = loaded((96, 64), (64 * 128, 64))
-    narrow, wide = kernels.skinny_layers
-    assert [narrow._shapes, wide._shapes] == [[SPLIT, None], [WHOLE, WHOLE]]
+    narrow, wide = kernels.planned_layers
+    shapes = [[layer._few.of(rows) for rows in (16, 32)] for layer in (narrow, wide)]
+    assert shapes == [[SPLIT, None], [WHOLE, WHOLE]]
+
+
+def test_a_layer_that_is_gone_is_asked_about_no_more():
+    kernels = loaded((96, 64), (160, 64))
+    assert len(kernels.planned_layers) == 2
+    gone = weakref.ref(HELD.pop())
+    gc.collect()
+    assert gone() is None
+    assert [layer.sizes for layer in kernels.planned_layers] == [(96, 64)]

@@ -12,7 +12,7 @@ from tailrace.kernels.linear.float8_linear import Float8Linear
 from tailrace.kernels.linear.triton_float8 import (
     MOST_ROWS,
     SkinnyFloat8Shape,
-    float8_blocks,
+    float8_many,
     float8_skinny,
     skinny_splits,
 )
@@ -173,7 +173,7 @@ def test_many_rows_by_blocks_equal_the_product_of_what_is_held(
     dtype = on_triton.kernels.dtype
     x = triton_float8_rows.quantize_rows(poisoned(on_triton, rows, inputs), 128)
     bias = on_triton.half(torch.randn(outputs)) if with_bias else None
-    y = float8_blocks(x, held(weight, on_triton.kernels.device), bias, dtype)
+    y = float8_many(x, held(weight, on_triton.kernels.device), bias, dtype)
     truth = x.dequantize().cpu().double() @ weight.dequantize(torch.float64).t()
     if bias is not None:
         truth += bias.cpu().double()

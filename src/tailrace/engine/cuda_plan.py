@@ -7,6 +7,7 @@ kept costs a warning and that time, never the start. A FILE is taken as it is, o
 
 from __future__ import annotations
 
+import hashlib
 import math
 import statistics
 import time
@@ -19,11 +20,14 @@ import torch
 
 from tailrace import __version__
 from tailrace.errors import ConfigError
+from tailrace.kernels.attention_shapes import FLOAT8_CAPABILITY
+from tailrace.kernels.linear.float8 import FLOAT8
+from tailrace.kernels.linear.ways import words_of
 from tailrace.kernels.plan import Key, Plan, read, require, usual_file, write
-from tailrace.kernels.plan_questions import apply, measure, questions
+from tailrace.kernels.plan_questions import Heads, apply, measure, questions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tailrace.kernels.plan_questions import Question
     from tailrace.kernels.triton_kernels import TritonKernels
@@ -38,21 +42,21 @@ BOUND_S = 2.0
 _CALLS = 9
 _COLD_BYTES = 256 << 20
 """Written between calls, so that each finds a cold L2 cache."""
+_MOST_WORDS = 240
+"""Of a key's layers."""
 
 
 def key_of(kernels: TritonKernels, model: CausalLM) -> Key:
     """Return where a plan for these holds."""
     config = model.config
-    layers = sorted({layer.sizes for layer in kernels.skinny_layers})
     major, minor = kernels.capability
     is_gpu = kernels.device.type == "cuda"
     name = torch.cuda.get_device_name(kernels.device) if is_gpu else "Triton's interpreter"
-    shapes = " ".join(f"{inputs}x{outputs}" for outputs, inputs in layers)
     return Key(
         gpu=f"{name} ({major}.{minor})",
         model=(
             f"{config.num_heads}/{config.num_kv_heads} heads of {config.head_dim}, "
-            f"plain layers {shapes or 'none'}"
+            f"{_layers_of(kernels)}"
         ),
         dtype=str(kernels.dtype).removeprefix("torch."),
         tailrace=__version__,
@@ -61,19 +65,27 @@ def key_of(kernels: TritonKernels, model: CausalLM) -> Key:
     )
 
 
+def _layers_of(kernels: TritonKernels) -> str:
+    """Name the kinds and sizes of layers; where they are too many to list, by a digest."""
+    layers = sorted({words_of(layer) for layer in kernels.planned_layers})
+    words = ", ".join(layers) or "no planned layers"
+    if len(words) <= _MOST_WORDS:
+        return words
+    digest = hashlib.sha256(words.encode()).hexdigest()[:16]
+    return f"{len(layers)} kinds of layers, {digest}"
+
+
 def questions_of(
-    kernels: TritonKernels, model: CausalLM, longest: int, *, kv_is_float8: bool = False
+    kernels: TritonKernels,
+    model: CausalLM,
+    longest: int,
+    kv_dtypes: Sequence[torch.dtype],
+    unit: int,
 ) -> Iterator[Question]:
     """Yield what there is to choose for a model with sequences of at most so many tokens."""
     config = model.config
-    return questions(
-        kernels,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        longest=longest,
-        kv_is_float8=kv_is_float8,
-    )
+    heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+    return questions(kernels, heads, longest=longest, kv_dtypes=kv_dtypes, unit=unit)
 
 
 def settle(
@@ -83,7 +95,8 @@ def settle(
     *,
     longest: int,
     timer: Timer,
-    kv_is_float8: bool = False,
+    kv_dtype: torch.dtype,
+    unit: int,
     clock: Callable[[], float] = time.monotonic,
     bound_s: float = BOUND_S,
 ) -> Plan | None:
@@ -95,7 +108,8 @@ def settle(
         model: Loaded.
         longest: Tokens of the longest sequence.
         timer: Returns the seconds of one call.
-        kv_is_float8: Then attention, which reads the cache, stays as it is.
+        kv_dtype: Of the cache, which attention reads.
+        unit: Tokens of one of its units.
         clock: Monotonic seconds.
         bound_s: Of measuring, with auto.
 
@@ -117,9 +131,9 @@ def settle(
         file = usual_file(key)
         plan = known(file, key)
         if not plan.pinned:
-            asked_for = questions_of(kernels, model, longest, kv_is_float8=kv_is_float8)
+            asked_for = questions_of(kernels, model, longest, [kv_dtype], unit)
             plan = complete(plan, file, asked_for, timer=timer, clock=clock, bound_s=bound_s)
-    apply(plan, kernels, model.config.head_dim, file, kv_is_float8=kv_is_float8)
+    apply(plan, kernels, model.config.head_dim, file, kv_dtype=kv_dtype)
     log.info("plan", file=str(file), choices=len(plan.choices), changed=_changed(plan))
     return plan
 
@@ -130,9 +144,17 @@ def _changed(plan: Plan) -> list[str]:
 
 
 def measure_whole(
-    kernels: TritonKernels, model: CausalLM, longest: int, out: Path | None, timer: Timer
+    kernels: TritonKernels,
+    model: CausalLM,
+    longest: int,
+    out: Path | None,
+    timer: Timer,
+    *,
+    unit: int,
 ) -> tuple[Plan, Path]:
     """Measure everything, however long it takes, and write it.
+
+    Attention over a cache in half precision, and in float8 where the GPU has it.
 
     Raises:
         ConfigError: There is nothing to choose, or the file is a pinned plan or cannot be written.
@@ -141,7 +163,10 @@ def measure_whole(
     file = usual_file(key) if out is None else out
     if file.exists() and read(file).pinned:
         raise ConfigError(f"plan {file}: is pinned; remove it, or name another file with --out")
-    asked = questions_of(kernels, model, longest)
+    kv_dtypes = [kernels.dtype]
+    if kernels.capability >= FLOAT8_CAPABILITY:
+        kv_dtypes.append(FLOAT8)
+    asked = questions_of(kernels, model, longest, kv_dtypes, unit)
     choices = measure(asked, timer, time.monotonic, math.inf)
     if not choices:
         raise ConfigError(
@@ -206,6 +231,8 @@ def cuda_timer(device: torch.device) -> Timer:
         work()
         times = []
         for _ in range(_CALLS):
+            # Twice: while the device is at it, the call is queued, so that launching is not timed.
+            flush.zero_()
             flush.zero_()
             begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

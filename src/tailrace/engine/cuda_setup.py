@@ -141,8 +141,10 @@ def measure_plan(config: EngineConfig, folder: Path, out: Path | None) -> tuple[
         ModelError: The checkpoint cannot be served.
     """
     kernels, model = load_weights(config, folder)
+    prefill = copy_for_prompts(config, folder, kernels, model)
     longest = config.context_length or model.config.max_position
-    return measure_whole(kernels, model, longest, out, cuda_timer(kernels.device))
+    timer = cuda_timer(kernels.device)
+    return measure_whole(kernels, prefill.model, longest, out, timer, unit=config.kv_unit_tokens)
 
 
 def load_runner(
@@ -242,7 +244,8 @@ def _apply_plan(
         model,
         longest=context,
         timer=cuda_timer(kernels.device),
-        kv_is_float8=config.kv_is_float8,
+        kv_dtype=kv_dtype_of(config, kernels),
+        unit=config.kv_unit_tokens,
     )
     times.mark("plan")
 

@@ -331,16 +331,19 @@ def _build(
 ) -> Engine:
     # torch is imported only here, so that a bad order line fails before seconds of imports.
     from tailrace.engine import setup  # noqa: PLC0415
+    from tailrace.engine.early_context import open_context  # noqa: PLC0415
     from tailrace.engine.start_times import StartTimes  # noqa: PLC0415
 
     times = StartTimes(begun_s=started_s)
     setup.pin_threads(config.threads)
-    folder = executor.submit(setup.resolve, config).result()
-    mailbox.receive()
-    mailbox.announce(ModelResolved(str(folder)))
-    times.mark("checkpoint")
     # From this thread, whose cores are all of the process's: the runner's own is bound to one.
-    with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
+    with ThreadPoolExecutor(2, thread_name_prefix="start") as beside:
+        if config.gpus:
+            beside.submit(open_context, config.gpus[0])
+        folder = executor.submit(setup.resolve, config).result()
+        mailbox.receive()
+        mailbox.announce(ModelResolved(str(folder)))
+        times.mark("checkpoint")
         grammars = beside.submit(setup.load_grammars, folder)
         loading = executor.submit(setup.load, config, folder, times=times, grammars=grammars)
         loaded = loading.result()

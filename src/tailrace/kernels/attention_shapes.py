@@ -58,6 +58,9 @@ CANDIDATES: dict[int, dict[int, tuple[Shape, ...]]] = {
 }
 """What a plan may choose beside `PREFILL`'s rows, by kind of GPU and head dimension."""
 
+_NOT_OVER_FLOAT8 = (Shape(128, 128, 8, 2),)
+"""Candidates that spill where keys and values are widened from float8."""
+
 # The split is the same everywhere: where a row's sums are cut decides its last bits.
 DECODE: dict[int, dict[int, DecodeShape]] = {
     AMPERE: {
@@ -77,6 +80,16 @@ DECODE: dict[int, dict[int, DecodeShape]] = {
         256: DecodeShape(512, 64, 8, 2),
     },
 }
+
+
+DECODE_CANDIDATES: dict[int, dict[int, tuple[DecodeShape, ...]]] = {
+    HOPPER: {
+        64: (DecodeShape(512, 128, 4, 2), DecodeShape(512, 128, 8, 3)),
+        128: (DecodeShape(512, 128, 4, 2), DecodeShape(512, 128, 8, 3)),
+    },
+}
+"""What a plan may choose beside `DECODE`'s rows: the same tiles, so that sums are cut alike; one
+whose bits differ all the same is refused when it is measured."""
 
 
 def kind(capability: Capability) -> int:
@@ -107,15 +120,24 @@ def prefill_shape(head_dim: int, max_kv_len: int, capability: Capability) -> Sha
     return next(shape for bound, shape in rows if max_kv_len < bound)
 
 
-def prefill_candidates(head_dim: int, capability: Capability) -> tuple[Shape, ...]:
+def prefill_candidates(
+    head_dim: int, capability: Capability, *, is_float8: bool = False
+) -> tuple[Shape, ...]:
     """Return the shapes that a plan may choose from, `PREFILL`'s own first.
+
+    Args:
+        head_dim: Of the model.
+        capability: Of the GPU.
+        is_float8: Whether the cache is.
 
     Raises:
         ConfigError: No kernel serves the head dimension or the GPU.
     """
     gpu, row = kind(capability), _row(head_dim)
     own = (shape for _, shape in PREFILL[gpu][row])
-    return tuple(dict.fromkeys((*own, *CANDIDATES.get(gpu, {}).get(row, ()))))
+    more = CANDIDATES.get(gpu, {}).get(row, ())
+    left_out = _NOT_OVER_FLOAT8 if is_float8 else ()
+    return tuple(dict.fromkeys((*own, *(shape for shape in more if shape not in left_out))))
 
 
 def decode_shape(head_dim: int, capability: Capability) -> DecodeShape:
@@ -125,6 +147,16 @@ def decode_shape(head_dim: int, capability: Capability) -> DecodeShape:
         ConfigError: No kernel serves the head dimension or the GPU.
     """
     return DECODE[kind(capability)][_row(head_dim)]
+
+
+def decode_candidates(head_dim: int, capability: Capability) -> tuple[DecodeShape, ...]:
+    """Return the shapes that a plan may choose from, `DECODE`'s own first.
+
+    Raises:
+        ConfigError: No kernel serves the head dimension or the GPU.
+    """
+    gpu, row = kind(capability), _row(head_dim)
+    return DECODE[gpu][row], *DECODE_CANDIDATES.get(gpu, {}).get(row, ())
 
 
 def _row(head_dim: int) -> int:

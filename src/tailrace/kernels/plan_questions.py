@@ -1,43 +1,57 @@
 """What a GPU's plan asks, and how candidates are checked and timed.
 
-Prompts' attention: the tile shapes of `attention_shapes.CANDIDATES`, by the length of the longest
-sequence. Plain linear layers of few rows: cuBLAS, or Triton with its inputs split or whole. What
-rounds differently (a 4-bit weight written out or not, activations in FP8 or not) is no question: a
-plan must not change what is computed, only how fast.
+    prompts' attention    tile shapes, by the length of the longest sequence and the cache's dtype
+    decodes' attention    warps and stages of the same tiles
+    linear layers         the ways of each size, for each class of rows (`linear/ways`)
 
-A candidate may win only where its result is as near to the reference as the default's; one that
-raises, or strays, is refused, with the reason. Time is bounded between candidates, so the last
-one's compilation may overrun it; what was not reached keeps its default until it is asked again.
+What rounds differently (a 4-bit weight written out or not, activations in FP8 or not) is no
+question: a plan must not change what is computed, only how fast.
+
+A candidate may win only where its result is as near to the reference as the default's, or, of
+decodes' attention, where it is the same to the last bit; one that raises, or strays, is refused,
+with the reason. Time is bounded between candidates, so the last one's compilation may overrun it;
+what was not reached keeps its default until it is asked again.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 from tailrace.errors import ConfigError
-from tailrace.kernels.attention_shapes import CLASSES, prefill_candidates, prefill_shape
-from tailrace.kernels.linear.triton_skinny import ROW_CLASSES
-from tailrace.kernels.paged_attention.contiguous import Spans, attend
+from tailrace.kernels.attention_shapes import (
+    CLASSES,
+    decode_candidates,
+    prefill_candidates,
+    prefill_shape,
+)
+from tailrace.kernels.linear.float8 import FLOAT8
+from tailrace.kernels.linear.float8_rows import Float8Rows
+from tailrace.kernels.linear.ways import class_words, words_of
+from tailrace.kernels.paged_attention.device_batch import cut_tiles
+from tailrace.kernels.paged_attention.triton_decode import DecodeScratch, decode
+from tailrace.kernels.paged_attention.triton_prefill import prefill
 from tailrace.kernels.plan import Choice, Plan, choose
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
 
-    from tailrace.kernels.linear.cublas import CublasLinear
-    from tailrace.kernels.linear.triton_skinny import SkinnyLinear
+    from tailrace.kernels.linear.ways import PlannedLinear, Ways
+    from tailrace.kernels.paged_attention.triton_decode import DecodeShape
     from tailrace.kernels.paged_attention.triton_prefill import Shape
     from tailrace.kernels.triton_kernels import TritonKernels
 
-ATTENTION = "prefill attention"
+PREFILL, DECODE = "prefill attention", "decode attention"
+ANY_LENGTH = "any length"
 BOUNDS = (*CLASSES, 1 << 30)
 _STRAY = 2.0
 """A candidate errs at most so many times as much as the default."""
@@ -46,6 +60,17 @@ _OUTPUTS = 8192
 """Of attention, and of a layer, that a reference computes at once, to need little memory."""
 _ROUNDING = 1e-3
 """An error that any of them may have: half precision's own."""
+_DECODES, _DECODE_KEYS = 32, 2048
+"""Sequences of a step, and the most keys of each, that decodes' attention is timed with."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of a model's attention."""
+
+    query: int
+    kv: int
+    dim: int
 
 
 @dataclass(frozen=True)
@@ -58,6 +83,8 @@ class Question:
     candidates: Mapping[str, Callable[[], Tensor]]
     reference: Callable[[], Tensor]
     """The result in higher precision."""
+    is_exact: bool = False
+    """Whether a candidate must give the default's very bits."""
 
 
 def measure(
@@ -97,7 +124,7 @@ def _answer(
     """Return the choice, or None where time ran out before all candidates were timed."""
     truth = question.reference()
     usual = question.candidates[question.default]
-    _, error = _of_default(question, truth)
+    expected, error = _of_default(question, truth)
     allowed = max(_STRAY * error, _ROUNDING)
     seconds, refused = {question.default: timer(usual)}, {}
     for name, work in question.candidates.items():
@@ -106,15 +133,18 @@ def _answer(
         if is_over():
             return None
         try:
-            error = _error(work(), truth)
+            found = work()
+            error = _error(found, truth)
         # Triton's compiler raises what it likes; a candidate that cannot run here is no fault.
         except Exception as failure:  # noqa: BLE001
             refused[name] = f"{type(failure).__name__}: {failure}"[:300]
             continue
-        if error <= allowed:
-            seconds[name] = timer(work)
-        else:
+        if error > allowed:
             refused[name] = f"its error is {error:.1e}, more than {allowed:.1e}"
+        elif question.is_exact and not torch.equal(found, expected):
+            refused[name] = "its bits are not the default's"
+        else:
+            seconds[name] = timer(work)
     return choose(question.operation, question.sizes, question.default, seconds, refused)
 
 
@@ -146,40 +176,52 @@ def _error(found: Tensor, truth: Tensor) -> float:
 
 def questions(
     kernels: TritonKernels,
+    heads: Heads,
     *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
     longest: int,
-    kv_is_float8: bool = False,
+    kv_dtypes: Sequence[torch.dtype],
+    unit: int,
 ) -> Iterator[Question]:
     """Yield what there is to choose for a loaded model.
 
     Args:
         kernels: Whose layers are asked about.
-        num_heads: Query heads.
-        num_kv_heads: Key heads.
-        head_dim: Of both.
+        heads: Of the model.
         longest: Tokens of the longest sequence; classes beyond are not asked.
-        kv_is_float8: Attention over such a cache is another kernel, which no plan is about.
+        kv_dtypes: Of the caches that are asked about.
+        unit: Tokens of a unit of the cache.
     """
-    heads = (num_heads, num_kv_heads, head_dim)
-    if len(prefill_candidates(head_dim, kernels.capability)) > 1 and not kv_is_float8:
-        for low, bound in zip((0, *CLASSES), BOUNDS, strict=True):
-            if low < longest:
-                length = min(longest, max(low + low // 3, CLASSES[0] // 2))
-                yield _attention(kernels, heads, length, bound)
+    for kv_dtype in kv_dtypes:
+        yield from _prefills(kernels, heads, longest, kv_dtype, unit)
+        if len(decode_candidates(heads.dim, kernels.capability)) > 1:
+            yield _decode(kernels, heads, min(longest, _DECODE_KEYS), kv_dtype, unit)
     asked = set()
-    for layer in kernels.skinny_layers:
-        for most_rows in ROW_CLASSES:
-            question = (layer.sizes, most_rows)
-            if question not in asked:
-                asked.add(question)
-                yield _linear(kernels, layer, most_rows)
+    for layer in kernels.planned_layers:
+        for ways in layer.planned:
+            for most_rows in ways.classes:
+                question = (words_of(layer), most_rows)
+                if len(ways.options(most_rows)) > 1 and question not in asked:
+                    asked.add(question)
+                    yield _linear(kernels, layer, ways, most_rows)
+
+
+def _prefills(
+    kernels: TritonKernels, heads: Heads, longest: int, kv_dtype: torch.dtype, unit: int
+) -> Iterator[Question]:
+    if len(_shapes(kernels, heads.dim, kv_dtype)) == 1:
+        return
+    for low, bound in zip((0, *CLASSES), BOUNDS, strict=True):
+        if low < longest:
+            length = min(longest, max(low + low // 3, CLASSES[0] // 2))
+            yield _prefill(kernels, heads, (length, bound), kv_dtype, unit)
+
+
+def _shapes(kernels: TritonKernels, head_dim: int, kv_dtype: torch.dtype) -> tuple[Shape, ...]:
+    return prefill_candidates(head_dim, kernels.capability, is_float8=kv_dtype == FLOAT8)
 
 
 def apply(
-    plan: Plan, kernels: TritonKernels, head_dim: int, file: Path, *, kv_is_float8: bool = False
+    plan: Plan, kernels: TritonKernels, head_dim: int, file: Path, *, kv_dtype: torch.dtype
 ) -> None:
     """Let the plan's winners serve.
 
@@ -188,27 +230,32 @@ def apply(
         kernels: Whose layers it is about.
         head_dim: Of the model.
         file: Where the plan lies, for errors.
-        kv_is_float8: As above: then attention stays as it is.
+        kv_dtype: Of the cache.
 
     Raises:
         ConfigError: It names a kernel that is no candidate here; nothing was changed.
     """
-    shapes = {shape.words: shape for shape in prefill_candidates(head_dim, kernels.capability)}
+    shapes = {shape.words: shape for shape in _shapes(kernels, head_dim, kv_dtype)}
     rows = []
     for bound in BOUNDS:
         usual = prefill_shape(head_dim, bound - 1, kernels.capability)
-        name = _winner(plan, ATTENTION, key_words(bound), list(shapes), file)
+        operation = over(PREFILL, kv_dtype)
+        name = _winner(plan, operation, key_words(bound), list(shapes), file)
         rows.append((bound, usual if name is None else shapes[name]))
+    decodes = {shape.words: shape for shape in decode_candidates(head_dim, kernels.capability)}
+    decode_name = _winner(plan, over(DECODE, kv_dtype), ANY_LENGTH, list(decodes), file)
     served = []
-    for layer in kernels.skinny_layers:
-        for most_rows in ROW_CLASSES:
-            operation, sizes = linear_words(layer, most_rows)
-            name = _winner(plan, operation, sizes, layer.options(most_rows), file)
-            served.append((layer, most_rows, name))
-    kernels.prefill_rows = () if kv_is_float8 else tuple(rows)
-    for layer, most_rows, name in served:
+    for layer in kernels.planned_layers:
+        for ways in layer.planned:
+            for most_rows in ways.classes:
+                words, options = class_words(most_rows), ways.options(most_rows)
+                name = _winner(plan, words_of(layer), words, options, file)
+                served.append((ways, most_rows, name))
+    kernels.prefill_rows = tuple(rows)
+    kernels.decode_row = None if decode_name is None else decodes[decode_name]
+    for ways, most_rows, name in served:
         if name is not None:
-            layer.serve(most_rows, name)
+            ways.serve(most_rows, name)
 
 
 def _winner(plan: Plan, operation: str, sizes: str, options: list[str], file: Path) -> str | None:
@@ -226,66 +273,191 @@ def key_words(bound: int) -> str:
     return "longer" if bound == BOUNDS[-1] else f"below {bound} keys"
 
 
-def linear_words(layer: SkinnyLinear, most_rows: int) -> tuple[str, str]:
-    """Return what a plan calls a layer, and a class of its rows."""
-    outputs, inputs = layer.sizes
-    return f"linear {inputs} to {outputs}", f"up to {most_rows} rows"
+def over(attention: str, kv_dtype: torch.dtype) -> str:
+    """Return what a plan calls attention over a cache: in float8 it is another kernel."""
+    return f"{attention} over float8" if kv_dtype == FLOAT8 else attention
 
 
-def _attention(
-    kernels: TritonKernels, heads: tuple[int, int, int], length: int, bound: int
+@dataclass(frozen=True)
+class _Cached:
+    """Sequences of one length in a paged cache, their units anywhere in it."""
+
+    q: Tensor
+    """[B, Hq, rows, D]."""
+    k: Tensor
+    """[B, Hkv, L, D], as the cache holds them."""
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    tables: Tensor
+    kv_lens: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        kernels: TritonKernels,
+        heads: Heads,
+        sizes: tuple[int, int, int],
+        kv_dtype: torch.dtype,
+        unit: int,
+    ) -> _Cached:
+        """Make up sequences, their rows at the end of each, of sizes (sequences, keys, rows)."""
+        count, length, rows = sizes
+        device, width = kernels.device, -(-length // unit)
+        generator = torch.Generator(device).manual_seed(0)
+        places = torch.randperm(count * width, generator=generator, device=device)
+        k, v = (_noise(kernels, (count, heads.kv, length, heads.dim)).to(kv_dtype) for _ in "kv")
+        lens = torch.full((count,), length, dtype=torch.int32, device=device)
+        return cls(
+            q=_noise(kernels, (count, heads.query, rows, heads.dim)),
+            k=k,
+            v=v,
+            k_cache=_paged(k, places, unit).permute(0, 2, 3, 1),
+            v_cache=_paged(v, places, unit).permute(0, 2, 1, 3),
+            tables=places.view(count, width).to(torch.int32),
+            kv_lens=lens,
+        )
+
+
+def _paged(x: Tensor, places: Tensor, unit: int) -> Tensor:
+    """Return [blocks, unit, Hkv, D] of x [B, Hkv, L, D]; the i-th unit of all lies at places[i]."""
+    count, num_heads, length, dim = x.shape
+    width = len(places) // count
+    padded = torch.zeros(count, width * unit, num_heads, dim, dtype=x.dtype, device=x.device)
+    padded[:, :length] = x.transpose(1, 2)
+    cache = torch.empty(len(places), unit, num_heads, dim, dtype=x.dtype, device=x.device)
+    # Bytes are copied: not everything works on float8.
+    cache.view(torch.uint8)[places] = padded.view(cache.shape).view(torch.uint8)
+    return cache
+
+
+def _prefill(
+    kernels: TritonKernels,
+    heads: Heads,
+    sizes: tuple[int, int],
+    kv_dtype: torch.dtype,
+    unit: int,
 ) -> Question:
-    """One whole prompt of so many tokens."""
-    num_heads, num_kv_heads, head_dim = heads
-    q, k, v = (
-        _noise(kernels, (1, count, length, head_dim))
-        for count in (num_heads, num_kv_heads, num_kv_heads)
-    )
-    spans = Spans.unpadded(1, length, 0)
+    """One whole prompt of so many tokens, in a class."""
+    length, bound = sizes
+    at = _Cached.of(kernels, heads, (1, length, length), kv_dtype, unit)
+    q_THD = at.q[0].transpose(0, 1).contiguous()
+    starts = torch.tensor([0, length], dtype=torch.int32, device=kernels.device)
 
     def by(shape: Shape) -> Tensor:
-        scale = head_dim**-0.5
-        return attend(q, k, v, spans, scale=scale, capability=kernels.capability, shape=shape)
+        out_THD = torch.empty_like(q_THD)
+        prefill(
+            q_THD,
+            at.k_cache,
+            at.v_cache,
+            out_THD,
+            tiles=tiles[shape.block_m],
+            query_starts=starts,
+            kv_lens=at.kv_lens,
+            block_tables=at.tables,
+            scale=heads.dim**-0.5,
+            shape=shape,
+        )
+        return out_THD
 
     def truth() -> Tensor:
-        return torch.cat([_exact_rows(q, k, v, row) for row in range(0, length, _ROWS)], 1)
+        parts = [_exact_rows(at.q, at.k, at.v, row) for row in range(0, length, _ROWS)]
+        return torch.cat(parts, 1)[0]
 
-    shapes = prefill_candidates(head_dim, kernels.capability)
-    usual = prefill_shape(head_dim, bound - 1, kernels.capability)
+    shapes = _shapes(kernels, heads.dim, kv_dtype)
+    tiles = {shape.block_m: _tiles(length, shape.block_m, kernels.device) for shape in shapes}
+    usual = prefill_shape(heads.dim, bound - 1, kernels.capability)
     works = {shape.words: partial(by, shape) for shape in shapes}
-    return Question(ATTENTION, key_words(bound), usual.words, works, truth)
+    return Question(over(PREFILL, kv_dtype), key_words(bound), usual.words, works, truth)
 
 
-def _linear(kernels: TritonKernels, layer: SkinnyLinear, most_rows: int) -> Question:
-    """As many rows as the class has at most."""
-    x_TI = _noise(kernels, (most_rows, layer.sizes[1]))
+def _tiles(length: int, block_m: int, device: torch.device) -> Tensor:
+    lengths = np.array([length], dtype=np.int32)
+    cut = cut_tiles(lengths, lengths, first_sequence=0, block_m=block_m)
+    return torch.from_numpy(cut).to(device)
+
+
+def _decode(
+    kernels: TritonKernels, heads: Heads, length: int, kv_dtype: torch.dtype, unit: int
+) -> Question:
+    """One row of each of some sequences."""
+    at = _Cached.of(kernels, heads, (_DECODES, length, 1), kv_dtype, unit)
+    q_BHD = at.q.squeeze(2).contiguous()
+    usual, *_ = shapes = decode_candidates(heads.dim, kernels.capability)
+    scratch = DecodeScratch.allocate(
+        _DECODES, heads.query, heads.dim, length, usual.split, str(kernels.device)
+    )
+
+    def by(shape: DecodeShape) -> Tensor:
+        out_BHD = torch.empty_like(q_BHD)
+        decode(
+            q_BHD,
+            at.k_cache,
+            at.v_cache,
+            out_BHD,
+            kv_lens=at.kv_lens,
+            block_tables=at.tables,
+            scale=heads.dim**-0.5,
+            shape=shape,
+            scratch=scratch,
+        )
+        return out_BHD
 
     def truth() -> Tensor:
-        outputs = range(0, layer.sizes[0], _OUTPUTS)
-        return torch.cat([_exact_outputs(x_TI, layer.plain, first) for first in outputs], 1)
+        rows = [(at.q[i : i + 1], at.k[i : i + 1], at.v[i : i + 1]) for i in range(_DECODES)]
+        return torch.cat([_attended(q, k, v)[:, 0] for q, k, v in rows])
 
-    works = {name: partial(layer.by, name, x_TI) for name in layer.options(most_rows)}
-    operation, sizes = linear_words(layer, most_rows)
-    return Question(operation, sizes, layer.serving(most_rows), works, truth)
+    works = {shape.words: partial(by, shape) for shape in shapes}
+    return Question(over(DECODE, kv_dtype), ANY_LENGTH, usual.words, works, truth, is_exact=True)
+
+
+def _linear(
+    kernels: TritonKernels, layer: PlannedLinear, ways: Ways[object], most_rows: int
+) -> Question:
+    """As many rows as the class has at most."""
+
+    @cache
+    def given() -> Tensor | Float8Rows:
+        return layer.given(_noise(kernels, (ways.timed_rows(most_rows), layer.sizes[1])))
+
+    def by(name: str) -> Tensor:
+        serving = ways.serving(most_rows)
+        ways.serve(most_rows, name)
+        try:
+            return layer(given())
+        finally:
+            ways.serve(most_rows, serving)
+
+    def truth() -> Tensor:
+        x = given()
+        wide_TI = x.dequantize() if isinstance(x, Float8Rows) else x.float()
+        outputs = layer.sizes[0]
+        parts = []
+        for first in range(0, outputs, _OUTPUTS):
+            end = min(first + _OUTPUTS, outputs)
+            bias_O = None if layer.bias_O is None else layer.bias_O[first:end].float()
+            parts.append(functional.linear(wide_TI, layer.weight_rows(first, end), bias_O))
+        return torch.cat(parts, 1)
+
+    works = {name: partial(by, name) for name in ways.options(most_rows)}
+    words = class_words(most_rows)
+    return Question(words_of(layer), words, ways.serving(most_rows), works, truth)
 
 
 def _exact_rows(q: Tensor, k: Tensor, v: Tensor, first: int) -> Tensor:
     """Return the attention [1, rows, Hq, D] of some rows in float32; all at once take gigabytes."""
-    rows = q[:, :, first : first + _ROWS].float()
+    rows = q[:, :, first : first + _ROWS]
     end = first + rows.shape[2]
-    keys, values = k[:, :, :end].float(), v[:, :, :end].float()
     is_seen = torch.ones(rows.shape[2], end, dtype=torch.bool, device=q.device).tril(first)
+    return _attended(rows, k[:, :, :end], v[:, :, :end], is_seen)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, is_seen: Tensor | None = None) -> Tensor:
+    """Return attention [B, rows, Hq, D] in float32."""
     found = functional.scaled_dot_product_attention(
-        rows, keys, values, attn_mask=is_seen, enable_gqa=True
+        q.float(), k.float(), v.float(), attn_mask=is_seen, enable_gqa=True
     )
     return found.transpose(1, 2)
-
-
-def _exact_outputs(x_TI: Tensor, plain: CublasLinear, first: int) -> Tensor:
-    """Return the product [T, outputs] with some outputs' weights in float32, as above."""
-    part = slice(first, first + _OUTPUTS)
-    bias_O = None if plain.bias_O is None else plain.bias_O[part].float()
-    return functional.linear(x_TI.float(), plain.weight_OI[part].float(), bias_O)
 
 
 def _noise(kernels: TritonKernels, shape: tuple[int, ...]) -> Tensor:

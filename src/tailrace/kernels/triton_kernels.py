@@ -5,7 +5,8 @@ Activations are bfloat16 or float16; the residual, norms' weights and rotary tab
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+from weakref import ref
 
 import torch
 
@@ -43,10 +44,14 @@ if TYPE_CHECKING:
     from tailrace.kernels.kernels import Linear, WeightDtype
     from tailrace.kernels.linear.device_linear import DeviceLinear
     from tailrace.kernels.linear.prefill_format import PrefillFormat
+    from tailrace.kernels.linear.ways import PlannedLinear
     from tailrace.kernels.linear.weight import Weight
     from tailrace.kernels.paged_attention.device_batch import DeviceBatch
+    from tailrace.kernels.paged_attention.triton_decode import DecodeShape
     from tailrace.kernels.paged_attention.triton_prefill import Shape
     from tailrace.kernels.rotary import Rotary
+
+    L = TypeVar("L", bound=PlannedLinear)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -77,8 +82,9 @@ class TritonKernels:
         is_gpu = device.type == "cuda"
         self._workspace = Workspace(device, self.dtype)
         self._skinny = SkinnyScratch.allocate(device) if is_gpu else None
-        self.skinny_layers: list[SkinnyLinear] = []
-        """Every plain linear layer that few rows may take another way through."""
+        self._planned_layers: list[ref[PlannedLinear]] = []
+        self.decode_row: DecodeShape | None = None
+        """A plan's shape of decodes' attention."""
         self.prefill_rows: tuple[tuple[int, Shape], ...] = ()
         """A plan's shapes of prompts' attention: (below so many keys, shape), ascending."""
         self._beside = torch.cuda.Stream(device, priority=-1) if is_gpu else None  # type: ignore[no-untyped-call]
@@ -93,6 +99,14 @@ class TritonKernels:
             if max_kv_len < bound:
                 return shape
         return prefill_shape(head_dim, max_kv_len, self.capability)
+
+    def decode_shape(self, head_dim: int) -> DecodeShape:
+        """Return the shape of decodes' attention: the plan's, or the table's.
+
+        Raises:
+            ConfigError: No kernel serves the head dimension or the GPU.
+        """
+        return self.decode_row or decode_shape(head_dim, self.capability)
 
     def reserve(self, *, rows: int, num_heads: int, head_dim: int, max_kv_len: int) -> None:
         """Make the decode kernel's scratch, once, for the largest step there will be."""
@@ -194,7 +208,7 @@ class TritonKernels:
             block_tables=batch.block_tables,
             scale=scale,
             kv_scales=kv_scales,
-            shape=decode_shape(head_dim, self.capability),
+            shape=self.decode_shape(head_dim),
             scratch=self._scratch_for(decodes, num_heads, head_dim, batch.max_kv_len),
         )
 
@@ -284,15 +298,27 @@ class TritonKernels:
         if DTYPES[dtype] != self.dtype:
             raise ConfigError(f"weights in {dtype} do not go with activations in {self.dtype}")
         if isinstance(weight, GroupInt4) and weight.group % LEAST_GROUP == 0:
-            return Int4Linear(weight, bias_O, self._workspace)
+            return self.let_plan(Int4Linear(weight, bias_O, self._workspace))
         if isinstance(weight, Float8Weight) and self._multiplies_float8 and takes(weight):
-            return Float8Linear(weight, bias_O, self._workspace)
+            return self.let_plan(Float8Linear(weight, bias_O, self._workspace))
         linear = CublasLinear(plain(weight), bias_O, self.dtype, self.device)
         # The interpreter takes a minute for what cuBLAS does at once.
         if self._skinny is None:
             return linear
-        self.skinny_layers.append(SkinnyLinear(linear, self._skinny))
-        return self.skinny_layers[-1]
+        return self.let_plan(SkinnyLinear(linear, self._skinny))
+
+    @property
+    def planned_layers(self) -> list[PlannedLinear]:
+        """Every linear layer in use that a plan may choose ways for, those inside others included.
+
+        They are not kept alive by this: a copy that finds no room is to be freed.
+        """
+        return [layer for known in self._planned_layers if (layer := known()) is not None]
+
+    def let_plan(self, layer: L) -> L:
+        """Let plans choose the ways of a layer, and return it."""
+        self._planned_layers.append(ref(layer))
+        return layer
 
     def with_copy(self, linear: Linear, form: PrefillFormat) -> PhasedLinear:
         """Return a layer of this one for decodes, and a copy of its weight for prompts.
@@ -309,6 +335,8 @@ class TritonKernels:
             raise EngineError(f"a layer by {linear.name} has no copy")
         source = linear.plain if isinstance(linear, SkinnyLinear) else linear
         many = form.make(source, self._workspace)
+        if isinstance(many, Float8Linear):
+            self.let_plan(many)
         return PhasedLinear(linear, many, self.dtype, self.device)
 
     @property

@@ -3,7 +3,7 @@
 Up to `MOST_ROWS` rows a product is bound by the weight's bytes: it is widened in registers, and
 activations are not rounded. Beyond, arithmetic counts, and FP8 has twice as much of it: rows are
 rounded to FP8 by scales of their own (`float8_rows`), unless they come so, and multiplied by torch
-(a scale an output) or by our own kernel (a scale for each block of 128 x 128).
+or by our own kernel (a scale an output), or by the latter (a scale for each block of 128 x 128).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from tailrace.kernels.linear.float8 import BLOCK, Float8Weight
 from tailrace.kernels.linear.float8_rows import Float8Rows
 from tailrace.kernels.linear.triton_float8 import (
     MOST_ROWS,
-    float8_blocks,
+    float8_many,
     float8_skinny,
     skinny_splits,
+    ways,
 )
 from tailrace.kernels.linear.triton_float8_rows import (
     add_rms_norm_float8,
@@ -62,9 +63,9 @@ class Float8Linear(RoundsRows):
             )
         self._weight = _held(weight, workspace.device)
         self._dtype = workspace.dtype
-        self._bias_O = None
+        self.bias_O = None
         if bias_O is not None:
-            self._bias_O = bias_O.to(workspace.device, workspace.dtype).contiguous()
+            self.bias_O = bias_O.to(workspace.device, workspace.dtype).contiguous()
         self._workspace = workspace
         outputs, inputs = weight.shape
         splits, _ = skinny_splits(outputs, inputs)
@@ -72,16 +73,29 @@ class Float8Linear(RoundsRows):
         self.group = BLOCK if weight.scheme == "block128" else 0
         """Inputs that share a scale in the rows that it takes; 0: all."""
         self.name = f"FP8 by {weight.scheme}"
+        self.operation = f"fp8/{self._weight.scheme} linear"
+        self._few, self._many = self.planned = ways(self._weight.scheme)
 
     @property
     def nbytes(self) -> int:
         """Bytes of weight, scales and bias."""
-        return self._weight.nbytes + (0 if self._bias_O is None else self._bias_O.nbytes)
+        return self._weight.nbytes + (0 if self.bias_O is None else self.bias_O.nbytes)
 
     @property
     def sizes(self) -> tuple[int, int]:
         """Outputs and inputs."""
         return self._weight.shape
+
+    def weight_rows(self, first: int, end: int) -> Tensor:
+        """See `PlannedLinear.weight_rows`."""
+        weight = self._weight
+        grain = BLOCK if weight.scheme == "block128" else 1
+        scales = weight.scales[first // grain : -(-end // grain)]
+        return Float8Weight(weight.values[first:end], scales, weight.scheme).dequantize()
+
+    def given(self, x_TI: Tensor) -> Tensor | Float8Rows:
+        """See `PlannedLinear.given`."""
+        return quantize_rows(x_TI, self.group) if self.rounds(x_TI.shape[0]) else x_TI
 
     def rounds(self, rows: int) -> bool:
         """Tell whether so many rows are multiplied in FP8."""
@@ -108,8 +122,14 @@ class Float8Linear(RoundsRows):
         if self.rounds(x_TI.shape[0]):
             self._multiply(quantize_rows(x_TI, self.group), out_TO)
         elif x_TI.shape[0]:
-            scratch = self._workspace.scratch
-            float8_skinny(x_TI, self._weight, self._bias_O, scratch=scratch, out_TO=out_TO)
+            float8_skinny(
+                x_TI,
+                self._weight,
+                self.bias_O,
+                scratch=self._workspace.scratch,
+                shape=self._few.of(x_TI.shape[0]),
+                out_TO=out_TO,
+            )
 
     def __call__(self, x_TI: Tensor | Float8Rows) -> Tensor:
         """Return [T, O] in the activations' dtype.
@@ -130,8 +150,9 @@ class Float8Linear(RoundsRows):
         return torch.empty(rows, self.sizes[0], dtype=self._dtype, device=device)
 
     def _multiply(self, x: Float8Rows, out_TO: Tensor) -> None:
-        if self.group:
-            float8_blocks(x, self._weight, self._bias_O, self._dtype, out_TO)
+        shape = self._many.of(x.values.shape[0])
+        if shape is not None:
+            float8_many(x, self._weight, self.bias_O, self._dtype, shape=shape, out_TO=out_TO)
             return
         # Scales by row come with results, and biases, in bfloat16 only.
         is_direct = out_TO.dtype == torch.bfloat16
@@ -141,15 +162,15 @@ class Float8Linear(RoundsRows):
             self._weight.values.t(),
             scale_a=x.scales,
             scale_b=self._weight.scales.unsqueeze(0),
-            bias=self._bias_O if is_direct else None,
+            bias=self.bias_O if is_direct else None,
             out_dtype=torch.bfloat16,
             use_fast_accum=True,
             out=y_TO,
         )
         if not is_direct:
             out_TO.copy_(y_TO)
-            if self._bias_O is not None:
-                out_TO.add_(self._bias_O)
+            if self.bias_O is not None:
+                out_TO.add_(self.bias_O)
 
 
 def _held(weight: Float8Weight, device: torch.device) -> Float8Weight:

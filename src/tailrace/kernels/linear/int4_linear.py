@@ -17,7 +17,7 @@ import triton
 from torch.nn import functional
 
 from tailrace.kernels.linear.packed_int4 import PackedInt4
-from tailrace.kernels.linear.triton_int4 import MOST_ROWS, dequantize, int4_linear
+from tailrace.kernels.linear.triton_int4 import MOST_ROWS, dequantize, int4_linear, ways
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tailrace.kernels.linear.int4 import GroupInt4
+    from tailrace.kernels.linear.triton_int4 import Int4Shape
+    from tailrace.kernels.linear.ways import Ways
     from tailrace.kernels.linear.workspace import Workspace
 
 
@@ -72,6 +74,9 @@ class Int4Linear:
         held = self._weight
         parts = 0
         self._few: Callable[..., Tensor] = int4_linear
+        tiles, self._writing = ways(held.outputs * held.inputs)
+        self._tiles: Ways[Int4Shape] | None = tiles
+        self.planned: tuple[Ways[object], ...] = (tiles, self._writing)
         self.name = f"Triton 4 bits in groups of {weight.group}"
         if _is_hopper(workspace.device):
             from tailrace.kernels.linear.triton_hopper_int4 import (  # noqa: PLC0415 - see _GLUON
@@ -81,6 +86,8 @@ class Int4Linear:
 
             parts = reserved_parts(held.outputs, held.codes.shape[0], workspace.device)
             self._few = int4_hopper
+            # Its shapes cut sums at places of their own, so that classes of rows must not differ.
+            self._tiles, self.planned = None, (self._writing,)
             self.name += ", for Hopper"
         workspace.reserve(
             outputs=held.outputs,
@@ -89,6 +96,7 @@ class Int4Linear:
             wide=held.outputs * held.inputs,
             parts=parts,
         )
+        self.operation = f"int4/{weight.group} linear"
 
     @property
     def nbytes(self) -> int:
@@ -105,22 +113,38 @@ class Int4Linear:
         out_OI = torch.empty(self.sizes, dtype=dtype, device=self._workspace.device)
         return dequantize(self._weight, out_OI)
 
+    def weight_rows(self, first: int, end: int) -> Tensor:
+        """See `PlannedLinear.weight_rows`."""
+        out_OI = torch.empty(end - first, self._weight.inputs, device=self._workspace.device)
+        return dequantize(self._weight.part(first, end), out_OI)
+
+    def given(self, x_TI: Tensor) -> Tensor:
+        """See `PlannedLinear.given`."""
+        return x_TI
+
     def write(self, x_TI: Tensor, out_TO: Tensor) -> None:
         """See `DeviceLinear.write`; by the codes, however many rows there are.
 
         So a row's result is the same beside any number of others.
         """
-        scratch = self._workspace.scratch
         for start in range(0, x_TI.shape[0], MOST_ROWS):
             rows = slice(start, start + MOST_ROWS)
-            self._few(x_TI[rows], self._weight, self.bias_O, scratch=scratch, out_TO=out_TO[rows])
+            self._by_codes(x_TI[rows], out_TO[rows])
+
+    def _by_codes(self, x_TI: Tensor, out_TO: Tensor | None = None) -> Tensor:
+        return self._few(
+            x_TI,
+            self._weight,
+            self.bias_O,
+            scratch=self._workspace.scratch,
+            shape=None if self._tiles is None else self._tiles.of(x_TI.shape[0]),
+            out_TO=out_TO,
+        )
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Return [T, O] in x's dtype."""
         if 0 < x_TI.shape[0] <= MOST_ROWS:
-            scratch = self._workspace.scratch
-            return self._few(x_TI, self._weight, self.bias_O, scratch=scratch)
-        wide_OI = dequantize(
-            self._weight, self._workspace.wide(self._weight.outputs, self._weight.inputs)
-        )
+            return self._by_codes(x_TI)
+        room_OI = self._workspace.wide(self._weight.outputs, self._weight.inputs)
+        wide_OI = dequantize(self._weight, room_OI, self._writing.of(x_TI.shape[0]))
         return functional.linear(x_TI, wide_OI, self.bias_O)

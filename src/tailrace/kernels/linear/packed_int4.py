@@ -11,7 +11,7 @@ Outputs are padded, so that no load of the weight is masked.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,6 +54,16 @@ class PackedInt4:
     def nbytes(self) -> int:
         """Bytes of codes, scales and zero points, padding included."""
         return self.codes.nbytes + self.meta.nbytes
+
+    def part(self, first: int, end: int) -> PackedInt4:
+        """Return a copy of some outputs, their places in memory beginning with 0."""
+        width = -(-(end - first) // PADDING) * PADDING
+        return replace(
+            self,
+            codes=self.codes[:, first : first + width].contiguous(),
+            meta=self.meta[:, first : first + width].contiguous(),
+            outputs=end - first,
+        )
 
     @property
     def span(self) -> int:

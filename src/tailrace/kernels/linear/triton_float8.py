@@ -7,12 +7,14 @@ are not rounded.
     acc [BLOCK_N, BLOCK_M] += w8 [BLOCK_N, 128].widened @ x.T      then a scale an output
                               ... * scale of the 128 x 128 block    or a scale a step
 
-Many rows, weights scaled by 128 x 128 blocks: activations are FP8 with a scale for each 128 inputs,
-both operands go to the tensor cores as they are, and each step of 128 inputs is scaled once:
+Many rows: activations are FP8 too, and both operands go to the tensor cores as they are. Where the
+weight is scaled by blocks of 128 x 128, rows have a scale for each 128 inputs, and each step of 128
+inputs is scaled once; else the sum is, at the end:
 
     acc [BLOCK_M, BLOCK_N] += (x8 @ w8.T) * x_scale[m, k // 128] * w_scale[n // 128, k // 128]
+    acc                    += x8 @ w8.T                 then ... * x_scale[m] * w_scale[n]
 
-(Many rows with a scale an output are torch's: see `float8_linear`.)
+(With a scale an output torch has a kernel as well: see `float8_linear`.)
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ import triton
 import triton.language as tl
 
 from tailrace.kernels.linear.float8 import BLOCK
+from tailrace.kernels.linear.ways import MANY, Ways
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tailrace.kernels.linear.float8 import Float8Weight
+    from tailrace.kernels.linear.float8 import Float8Scheme, Float8Weight
     from tailrace.kernels.linear.float8_rows import Float8Rows
     from tailrace.kernels.linear.workspace import SplitScratch
 
@@ -108,7 +111,7 @@ def float8_skinny_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def float8_blocks_kernel(
+def float8_many_kernel(
     x_ptr,
     x_scale_ptr,
     w_ptr,
@@ -121,6 +124,7 @@ def float8_blocks_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
+    BY_BLOCKS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
     # Programs that share weights run near one another: GROUP_M rows of tiles, column by column.
@@ -151,8 +155,14 @@ def float8_blocks_kernel(
         w = tl.load(
             w_at + columns[:, None], mask=is_column[:, None] & is_output[None, :], other=0.0
         )
-        scale = tl.load(x_scale_at + step, mask=is_row, other=0.0) * tl.load(w_scale_at + step)
-        acc += tl.dot(x, w) * scale[:, None]
+        if BY_BLOCKS:
+            scale = tl.load(x_scale_at + step, mask=is_row, other=0.0) * tl.load(w_scale_at + step)
+            acc += tl.dot(x, w) * scale[:, None]
+        else:
+            acc = tl.dot(x, w, acc)
+    if not BY_BLOCKS:
+        acc *= tl.load(x_scale_ptr + rows, mask=is_row, other=0.0)[:, None]
+        acc *= tl.load(w_scale_ptr + outputs, mask=is_output, other=0.0)[None, :]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
     tl.store(
@@ -171,6 +181,28 @@ class SkinnyFloat8Shape:
     num_warps: int
     num_stages: int
 
+    @property
+    def words(self) -> str:
+        """Its name in a plan."""
+        return f"{self.block_n} outputs, {self.num_warps} warps, {self.num_stages} stages"
+
+
+@dataclass(frozen=True)
+class Float8Shape:
+    """How the kernel of many rows is specialised."""
+
+    block_m: int
+    block_n: int
+    """Divides 128."""
+    num_warps: int
+    num_stages: int
+
+    @property
+    def words(self) -> str:
+        """Its name in a plan."""
+        tile = f"{self.block_m}x{self.block_n}"
+        return f"Triton {tile}, {self.num_warps} warps, {self.num_stages} stages"
+
 
 SKINNY_SHAPES: tuple[tuple[int, SkinnyFloat8Shape], ...] = (
     (16, SkinnyFloat8Shape(64, 4, 4)),
@@ -181,9 +213,43 @@ SKINNY_SHAPES: tuple[tuple[int, SkinnyFloat8Shape], ...] = (
 
 MOST_ROWS = SKINNY_SHAPES[-1][0]
 
-BLOCK_M, BLOCK_N, GROUP_M = 128, 128, 8
-BLOCKS_WARPS, BLOCKS_STAGES = 8, 3
+GROUP_M = 8
+MANY_SHAPE = Float8Shape(128, 128, 8, 3)
 """Of the kernel of many rows; likewise."""
+
+CANDIDATES: dict[int, tuple[SkinnyFloat8Shape, ...]] = {
+    16: (SkinnyFloat8Shape(64, 8, 4), SkinnyFloat8Shape(128, 8, 3)),
+    32: (SkinnyFloat8Shape(64, 8, 4), SkinnyFloat8Shape(128, 8, 3)),
+    64: (SkinnyFloat8Shape(64, 4, 3), SkinnyFloat8Shape(64, 8, 3)),
+}
+"""What a plan may choose beside `SKINNY_SHAPES`, by the rows of the tile."""
+
+MANY_CANDIDATES = (
+    Float8Shape(64, 128, 4, 3),
+    Float8Shape(64, 64, 4, 3),
+    Float8Shape(128, 64, 4, 3),
+)
+"""Likewise, beside `MANY_SHAPE`."""
+
+MANY_CLASSES = (128, 256, 512, MANY)
+TORCH = "torch"
+
+
+def ways(scheme: Float8Scheme) -> tuple[Ways[SkinnyFloat8Shape], Ways[Float8Shape | None]]:
+    """Return what can serve a layer: few rows as they are, and many in FP8; None is torch.
+
+    From how many rows on they are rounded is no choice: see ADR 18.
+    """
+    few = {
+        most_rows: {shape.words: shape for shape in (usual, *CANDIDATES[most_rows])}
+        for most_rows, usual in SKINNY_SHAPES
+    }
+    ours: dict[str, Float8Shape | None] = {
+        shape.words: shape for shape in (MANY_SHAPE, *MANY_CANDIDATES)
+    }
+    many = ours if scheme == "block128" else {TORCH: None, **ours}
+    return Ways(few), Ways(dict.fromkeys(MANY_CLASSES, many), many_rows=2048)
+
 
 _PROGRAMS, _MOST_SPLITS, _LEAST_STEPS = 264, 8, 4
 
@@ -257,28 +323,31 @@ def float8_skinny(
     return out_TO
 
 
-def float8_blocks(
+def float8_many(
     x: Float8Rows,
     weight: Float8Weight,
     bias_O: Tensor | None,
     dtype: torch.dtype,
+    *,
+    shape: Float8Shape = MANY_SHAPE,
     out_TO: Tensor | None = None,
 ) -> Tensor:
     """Return x @ weight.T + bias [T, O] in `dtype`; sums are float32.
 
     Args:
-        x: In groups of 128.
-        weight: On x's device, of scheme "block128".
+        x: In groups of 128 where the weight is scaled by blocks, else with one scale a row.
+        weight: On x's device, of scheme "channel" or "block128".
         bias_O: In `dtype`, or none.
         dtype: Of the result.
+        shape: Of the tiles.
         out_TO: Where it goes, contiguous; by default into new memory.
     """
     rows = x.values.shape[0]
     outputs, inputs = weight.shape
     if out_TO is None:
         out_TO = torch.empty(rows, outputs, dtype=dtype, device=x.values.device)
-    grid = (triton.cdiv(rows, BLOCK_M) * triton.cdiv(outputs, BLOCK_N),)
-    float8_blocks_kernel[grid](
+    grid = (triton.cdiv(rows, shape.block_m) * triton.cdiv(outputs, shape.block_n),)
+    float8_many_kernel[grid](
         x.values,
         x.scales,
         weight.values,
@@ -288,11 +357,12 @@ def float8_blocks(
         rows,
         outputs,
         inputs,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
+        BLOCK_M=shape.block_m,
+        BLOCK_N=shape.block_n,
         GROUP_M=GROUP_M,
+        BY_BLOCKS=weight.scheme == "block128",
         HAS_BIAS=bias_O is not None,
-        num_warps=BLOCKS_WARPS,
-        num_stages=BLOCKS_STAGES,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
     )
     return out_TO

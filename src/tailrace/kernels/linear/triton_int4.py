@@ -22,6 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tailrace.kernels.linear.ways import MANY, Ways
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -209,6 +211,24 @@ class Int4Shape:
     num_warps: int
     num_stages: int
 
+    @property
+    def words(self) -> str:
+        """Its name in a plan."""
+        return f"{self.block_n} outputs, {self.num_warps} warps, {self.num_stages} stages"
+
+
+@dataclass(frozen=True)
+class WritingShape:
+    """How the kernel that writes a weight out is specialised."""
+
+    block_n: int
+    num_warps: int
+
+    @property
+    def words(self) -> str:
+        """Its name in a plan."""
+        return f"written out by {self.block_n} outputs, {self.num_warps} warps"
+
 
 SHAPES: dict[int, Int4Shape] = {
     16: Int4Shape(128, 4, 4),
@@ -224,6 +244,31 @@ _SMALL_WEIGHTS = 1 << 25
 _FEWER_ROWS = 64
 
 MOST_ROWS = max(SHAPES)
+
+WRITING = WritingShape(64, 4)
+
+CANDIDATES: dict[int, tuple[Int4Shape, ...]] = {
+    16: (SMALL_SHAPE, Int4Shape(128, 8, 4), Int4Shape(128, 4, 6), Int4Shape(64, 4, 6)),
+    32: (SMALL_SHAPE, Int4Shape(128, 8, 4), Int4Shape(64, 4, 6)),
+    64: (SMALL_SHAPE, Int4Shape(128, 4, 3), Int4Shape(64, 4, 4)),
+    128: (Int4Shape(128, 8, 3), Int4Shape(64, 8, 3)),
+}
+"""What a plan may choose beside `SHAPES`, by the rows of the tile."""
+
+WRITING_CANDIDATES = (WritingShape(32, 4), WritingShape(128, 8))
+"""Likewise, beside `WRITING`."""
+
+
+def ways(weights: int) -> tuple[Ways[Int4Shape], Ways[WritingShape]]:
+    """Return what can serve a layer: tiles for few rows, the weight written out for more."""
+    tiles = {}
+    for most_rows, wide in SHAPES.items():
+        _, usual = shape_for(most_rows, weights)
+        options = (usual, wide, *CANDIDATES[most_rows])
+        tiles[most_rows] = {shape.words: shape for shape in options}
+    writing = {MANY: {shape.words: shape for shape in (WRITING, *WRITING_CANDIDATES)}}
+    # The fewest of its rows: there writing takes most of the time.
+    return Ways(tiles), Ways(writing, many_rows=MOST_ROWS + 1)
 
 
 def shape_for(rows: int, weights: int) -> tuple[int, Int4Shape]:
@@ -286,19 +331,18 @@ def int4_linear(
     return out_TO
 
 
-def dequantize(weight: PackedInt4, out_OI: Tensor) -> Tensor:
+def dequantize(weight: PackedInt4, out_OI: Tensor, shape: WritingShape = WRITING) -> Tensor:
     """Write the weight it stands for into `out_OI` [N, K], contiguous, and return that."""
-    block_n = 64
-    dequantize_kernel[(triton.cdiv(weight.outputs, block_n), weight.codes.shape[0])](
+    dequantize_kernel[(triton.cdiv(weight.outputs, shape.block_n), weight.codes.shape[0])](
         weight.codes,
         weight.meta,
         out_OI,
         weight.outputs,
         weight.codes.shape[1],
         weight.inputs,
-        BLOCK_N=block_n,
+        BLOCK_N=shape.block_n,
         CHUNK=weight.chunk,
         CHUNKS_A_GROUP=weight.chunks_a_group,
-        num_warps=4,
+        num_warps=shape.num_warps,
     )
     return out_OI

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tailrace.kernels.linear.ways import Ways
 from tailrace.kernels.linear.workspace import SplitScratch
 
 if TYPE_CHECKING:
@@ -196,6 +197,21 @@ def skinny_linear(
     return out_TO
 
 
+def ways(outputs: int) -> Ways[SkinnyShape | None]:
+    """Return what can serve few rows of a layer, what was measured on an H200 first.
+
+    Where the scratch has no room for split sums, they are no option; None is cuBLAS.
+    """
+    usual = skinny_shape(outputs)
+    first = (usual, usual if usual == WHOLE else None)
+    options = {}
+    for most_rows, serving in zip(ROW_CLASSES, first, strict=True):
+        fits = most_rows <= MOST_SPLIT_ROWS and usual == SPLIT
+        names = {name: shape for name, shape in NAMES.items() if shape != SPLIT or fits}
+        options[most_rows] = dict(sorted(names.items(), key=lambda item: item[1] != serving))
+    return Ways(options)
+
+
 class SkinnyLinear:
     """A cuBLAS layer that serves few rows by this kernel.
 
@@ -204,17 +220,19 @@ class SkinnyLinear:
         scratch: Of the stream that all its products run on.
     """
 
+    operation = "linear"
+
     def __init__(self, many: CublasLinear, scratch: SkinnyScratch) -> None:
         self._many = many
         self._scratch = scratch
-        usual = skinny_shape(many.weight_OI.shape[0])
-        self._shapes = [usual, usual if usual == WHOLE else None]
-        """Of each of `ROW_CLASSES`; None is cuBLAS."""
+        self.bias_O = many.bias_O
+        self._few = ways(many.weight_OI.shape[0])
+        self.planned = (self._few,)
 
     @property
     def name(self) -> str:
         """How it computes."""
-        served = [rows for rows, shape in zip(ROW_CLASSES, self._shapes, strict=True) if shape]
+        served = [rows for rows in ROW_CLASSES if self._few.of(rows)]
         return f"{self._many.name}, Triton up to {max(served)} rows" if served else self._many.name
 
     @property
@@ -228,28 +246,13 @@ class SkinnyLinear:
         """The layer as cuBLAS has it: weight and bias."""
         return self._many
 
-    def options(self, most_rows: int) -> list[str]:
-        """Return the `NAMES` of what can serve a class of rows; the scratch bounds split sums."""
-        fits = most_rows <= MOST_SPLIT_ROWS and skinny_shape(self.sizes[0]) == SPLIT
-        return [name for name, shape in NAMES.items() if shape != SPLIT or fits]
+    def weight_rows(self, first: int, end: int) -> Tensor:
+        """See `PlannedLinear.weight_rows`."""
+        return self._many.weight_OI[first:end].float()
 
-    def serving(self, most_rows: int) -> str:
-        """Return the name of what serves a class of rows."""
-        shape = self._shapes[ROW_CLASSES.index(most_rows)]
-        return next(name for name, named in NAMES.items() if named == shape)
-
-    def serve(self, most_rows: int, name: str) -> None:
-        """Let another of `options` serve a class of rows."""
-        self._shapes[ROW_CLASSES.index(most_rows)] = NAMES[name]
-
-    def by(self, name: str, x_TI: Tensor) -> Tensor:
-        """Return the product by one of `options`."""
-        shape = NAMES[name]
-        if shape is None:
-            return self._many(x_TI)
-        return skinny_linear(
-            x_TI, self._many.weight_OI, self._many.bias_O, shape=shape, scratch=self._scratch
-        )
+    def given(self, x_TI: Tensor) -> Tensor:
+        """See `PlannedLinear.given`."""
+        return x_TI
 
     @property
     def nbytes(self) -> int:
@@ -274,6 +277,4 @@ class SkinnyLinear:
         )
 
     def _shape_for(self, rows: int) -> SkinnyShape | None:
-        if not 0 < rows <= MOST_ROWS:
-            return None
-        return self._shapes[0 if rows <= MOST_SPLIT_ROWS else 1]
+        return self._few.of(rows) if 0 < rows <= MOST_ROWS else None

@@ -36,6 +36,11 @@ class DecodeShape:
     num_warps: int
     num_stages: int
 
+    @property
+    def words(self) -> str:
+        """Its name in a plan."""
+        return f"{self.block_n} keys, {self.num_warps} warps, {self.num_stages} stages"
+
 
 @triton.jit
 def decode_kernel(
