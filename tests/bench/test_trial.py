@@ -55,15 +55,21 @@ class FakeMonitor:
         await asyncio.sleep(3600)
 
 
-def trial(folder, asked, *, script=lambda _: QUICK, monitor=None, stop_at=None, body=None, **more):
+def trial(
+    folder, asked, *, script=lambda _: QUICK, monitor=None, stop_when=None, body=None, **more
+):
     """Return the run, the server, and the states that were told."""
     states = []
+
+    async def watch(stop):
+        while not (states and stop_when(states[0])):  # noqa: ASYNC110 -- nothing tells of it
+            await asyncio.sleep(0.02)
+        stop.set()
 
     async def go():
         async with MockServer(script=script) as server:
             stop = asyncio.Event()
-            if stop_at is not None:
-                asyncio.get_running_loop().call_later(stop_at, stop.set)
+            watching = asyncio.create_task(watch(stop)) if stop_when is not None else None
             run = await run_trial(
                 Server(await resolve(server.url), TARGET, body or {}, monitor),
                 asked,
@@ -72,6 +78,8 @@ def trial(folder, asked, *, script=lambda _: QUICK, monitor=None, stop_at=None, 
                 stop=stop,
                 on_state=states.append,
             )
+            if watching is not None:
+                watching.cancel()
             return run, server
 
     run, server = asyncio.run(go())
@@ -138,7 +146,7 @@ def test_an_interrupted_trial_keeps_what_was_measured_and_says_so(tmp_path):
         tmp_path,
         work(arrivals, duration_s=30.0),
         script=lambda index: script.get(index, QUICK),
-        stop_at=2.0,
+        stop_when=lambda state: state.sent == 2 and len(state.done) == 1,
     )
     assert [record.status for record in run.records] == ["ok", "cancelled"]
     assert run.verdict.reasons[0].startswith("interrupted: 1 of 3")
