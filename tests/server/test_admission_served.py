@@ -217,7 +217,7 @@ def test_a_key_has_no_more_sequences_than_its_class_allows(start, tmp_path, fron
 def test_who_comes_while_it_drains_gets_503_and_those_inside_are_served(start):
     server = start("--max-batch-size", "1", "--drain-timeout-s", "60")
     with server.ready() as client, ThreadPoolExecutor(2) as pool:
-        inside = [pool.submit(asking, client, 1500) for _ in range(2)]
+        inside = [pool.submit(asking, client, 800) for _ in range(2)]
         wait_for(client, lambda m: m.get("num_requests_waiting") == 1)
         server.process.send_signal(signal.SIGTERM)
         server.line("draining")
