@@ -1,6 +1,6 @@
 """What is preempted: computed again, or swapped to host memory and back (`--cpu-offload-gib`).
 
-    python benchmarks/swap.py --gpus 0 --model qwen-7b --kv-cache-tokens 32768
+    python benchmarks/swap.py --gpus 0 --model qwen-7b --kv-cache-tokens 16384 --rounds 2
     python benchmarks/swap.py --gpus 0 --model FOLDER --load-format dummy
     python benchmarks/swap.py --model smollm2 --kv-cache-tokens 1024 --prompt 200 --output 60
 

@@ -1,7 +1,11 @@
+import gc
+import weakref
+
+import numpy as np
 import pytest
 import torch
 
-from tailrace.engine.host_kv import HostKv, runs
+from tailrace.engine.host_kv import HostKv, _pin, runs
 from tailrace.engine.host_units import KvCopy
 
 UNITS, HEADS, SIZE, DIM, LAYERS = 7, 2, 8, 4, 3
@@ -76,3 +80,49 @@ def test_sizes_are_those_of_all_layers_and_measuring_leaves_the_pool_alone():
 def test_runs_are_the_stretches_that_count_up():
     assert list(runs([4, 5, 6, 2, 3, 9])) == [(0, 3, 4), (3, 5, 2), (5, 6, 9)]
     assert list(runs([])) == []
+
+
+class Runtime:
+    """Stands for torch's module of CUDA's runtime: takes and gives what that does."""
+
+    def __init__(self, status=0):
+        self.status = status
+        self.calls = []
+        self.is_alive = lambda: True
+
+    def cudaHostRegister(self, address, size, flags):  # noqa: N802 -- CUDA's name
+        self.calls.append(("register", address, size, flags))
+        return self.status
+
+    def cudaHostUnregister(self, address):  # noqa: N802 -- CUDA's name
+        self.calls.append(("unregister", address, self.is_alive()))
+        return 0
+
+
+def test_memory_is_locked_whole_and_given_back_before_it_is_freed(monkeypatch):
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    memory = np.zeros(1000, dtype=np.int64)
+    kept = weakref.ref(memory)
+    runtime.is_alive = lambda: kept() is not None
+    host = torch.from_numpy(memory)
+    address = host.data_ptr()
+    del memory
+    _pin(host)
+    assert runtime.calls == [("register", address, 8000, 0)]
+    host[3:7].fill_(1)  # what is left of a view does not count
+    del host
+    gc.collect()
+    assert runtime.calls[1:] == [("unregister", address, True)]
+    assert kept() is None
+
+
+def test_memory_that_the_driver_does_not_lock_is_not_given_back(monkeypatch):
+    runtime = Runtime(status=2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    host = torch.zeros(8)
+    with pytest.raises(RuntimeError, match="cudaHostRegister answers 2"):
+        _pin(host)
+    del host
+    gc.collect()
+    assert [call[0] for call in runtime.calls] == ["register"]
