@@ -33,6 +33,9 @@ from tests.support.interpreter import exact_float8
 
 PREFILLS = len(prefill_candidates(16, INTERPRETER))
 DECODES = len(decode_candidates(16, INTERPRETER))
+WHOLE = PREFILLS + DECODES + 3 + 2
+"""Candidates of all questions; those of the linear layer: split, whole and cuBLAS up to 16 rows,
+then the last two."""
 MODEL = SimpleNamespace(config=SimpleNamespace(num_heads=2, num_kv_heads=1, head_dim=16))
 LONGEST = 40
 HELD = []
@@ -94,8 +97,7 @@ def test_off_asks_and_changes_nothing():
 
 def test_auto_measures_once_and_the_next_start_reads():
     first, plan, calls = start("auto")
-    # Shapes of prompts' and decodes' attention; split, whole and cuBLAS up to 16 rows, then two.
-    assert calls == PREFILLS + DECODES + 3 + 2
+    assert calls == WHOLE
     assert read(file_here()) == plan
     second, again, calls = start("auto")
     assert (calls, again) == (0, plan)
@@ -131,7 +133,7 @@ def test_a_plan_of_other_versions_is_measured_anew():
     _, plan, _ = start("auto")
     write(stale(plan), file_here())
     _, again, calls = start("auto")
-    assert calls == PREFILLS + DECODES + 5
+    assert calls == WHOLE
     assert read(file_here()) == again == plan
 
 
@@ -143,7 +145,7 @@ def test_a_cache_that_cannot_be_written_costs_the_next_start_its_time_and_no_mor
     for _ in range(2):
         with structlog.testing.capture_logs() as logs:
             kernels, plan, calls = start("auto")
-        assert calls == 7
+        assert calls == WHOLE
         assert kernels.prefill_rows[0][1].words == plan.choices[0].winner
         assert "plan_not_kept" in [entry["event"] for entry in logs]
 
@@ -154,7 +156,7 @@ def test_a_damaged_plan_is_left_alone_and_auto_serves_without_it(content, tmp_pa
     file_here().write_bytes(content)
     with structlog.testing.capture_logs() as logs:
         kernels, plan, calls = start("auto")
-    assert (calls, len(plan.choices)) == (7, 3)
+    assert (calls, len(plan.choices)) == (WHOLE, 4)
     assert kernels.prefill_rows[0][1].words == plan.choices[0].winner
     assert {"plan_not_read", "plan_not_kept"} <= {entry["event"] for entry in logs}
     assert file_here().read_bytes() == content
