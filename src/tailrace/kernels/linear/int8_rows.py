@@ -25,10 +25,6 @@ class Int8Rows:
     scales: Tensor
     """float32 [T]; NaN where the row held anything that is not finite."""
 
-    def __getitem__(self, rows: slice) -> Int8Rows:
-        """Return some of the rows, in place."""
-        return Int8Rows(self.values[rows], self.scales[rows])
-
     def dequantize(self) -> Tensor:
         """Return float32 [T, K], rotated back."""
         return rotate(self.values.to(torch.float32) * self.scales.unsqueeze(1))

@@ -40,8 +40,8 @@ def _turned(values, matrix_ptr, BLOCK: tl.constexpr, ROTATED: tl.constexpr):
 @triton.jit
 def _peak(turned):
     """Return the largest absolute value, or NaN where anything is not finite."""
-    # A maximum alone would step over a NaN.
-    spoiled = tl.sum(tl.sum(turned - turned, 1), 0)
+    # A maximum alone would step over a NaN; what is finite adds 0.
+    spoiled = tl.sum(tl.sum(turned * 0.0, 1), 0)
     return tl.max(tl.max(tl.abs(turned), 1), 0) + spoiled
 
 
