@@ -11,7 +11,7 @@ import torch
 
 from tailrace.kernels.linear import int4_linear
 from tailrace.kernels.linear.int4 import quantize_groups
-from tailrace.kernels.linear.int4_linear import has_hopper_kernel
+from tailrace.kernels.linear.int4_linear import has_hopper_kernel, hopper_serves
 from tailrace.kernels.linear.workspace import Workspace
 
 hopper = pytest.importorskip(
@@ -100,6 +100,46 @@ def test_it_is_chosen_on_hopper_with_its_own_release_of_triton_alone():
     assert not has_hopper_kernel(None, "3.6.0")
 
 
+def test_it_serves_where_it_was_measured_faster():
+    layers = {"qkv": 4608, "o": 3584, "gate_up": 37888, "down": 3584}
+    served = {
+        (name, rows)
+        for name, outputs in layers.items()
+        for rows in (1, 16, 32, 33, 64, 128)
+        if hopper_serves(rows, outputs)
+    }
+    assert served == {("gate_up", 33), ("gate_up", 64), ("gate_up", 128)}
+
+
+def test_a_layer_gives_each_number_of_rows_to_its_kernel(monkeypatch):
+    taken = []
+
+    def kernel(name):
+        def record(x, *_, **__):
+            taken.append((name, x.shape[0]))
+
+        return record
+
+    monkeypatch.setattr(hopper, "int4_hopper", kernel("Hopper"))
+    monkeypatch.setattr(hopper, "reserved_parts", lambda outputs, chunks, device: 7)
+    monkeypatch.setattr(int4_linear, "int4_linear", kernel("Triton"))
+    monkeypatch.setattr(int4_linear, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(int4_linear, "_WIDE", 40)
+    workspace = Workspace(torch.device("cpu"), torch.float32)
+    wide, narrow = (
+        int4_linear.Int4Linear(quantize_groups(torch.randn(outputs, 64), 64), None, workspace)
+        for outputs in (40, 39)
+    )
+    for rows in (32, 33, 128):
+        wide(torch.randn(rows, 64))
+        narrow(torch.randn(rows, 64))
+    wide.write(torch.randn(300, 64), torch.empty(300, 40))
+    assert taken == [
+        ("Triton", 32), ("Triton", 32), ("Hopper", 33), ("Triton", 33), ("Hopper", 128),
+        ("Triton", 128), ("Hopper", 128), ("Hopper", 128), ("Hopper", 44),
+    ]  # fmt: skip
+
+
 @pytest.fixture
 def on_hopper():
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -116,10 +156,9 @@ def test_it_equals_the_product_with_the_dequantised_weight(
     weight = quantize_groups(torch.randn(outputs, inputs) * inputs**-0.5, group)
     bias = torch.randn(outputs)
     workspace = Workspace(on_hopper, torch.bfloat16)
-    monkeypatch.setattr(int4_linear, "SEEN_RIGHT", True)
-    int4_linear._is_hopper.cache_clear()
+    monkeypatch.setattr(int4_linear, "hopper_serves", lambda rows, outputs: True)
     layer = int4_linear.Int4Linear(weight, bias, workspace)
-    assert layer.name.endswith("for Hopper")
+    assert "for Hopper" in layer.name
     whole = torch.full((rows + 40, inputs), float("nan"), device=on_hopper).bfloat16()
     whole[:rows] = torch.randn(rows, inputs, device=on_hopper)
     x = whole[:rows]

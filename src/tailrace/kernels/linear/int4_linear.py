@@ -1,6 +1,7 @@
 """A linear layer over 4-bit weights on a GPU: few rows by the codes, many by what they stand for.
 
-On Hopper `triton_hopper_int4` multiplies few rows, elsewhere `triton_int4`, over the same codes.
+`triton_int4` multiplies few rows; on Hopper `triton_hopper_int4` does where it is the faster one,
+over the same codes (`hopper_serves`).
 
 Up to `MOST_ROWS` rows a product is bound by the weight's bytes, and the codes are a quarter of
 them. Beyond, arithmetic counts: the weight is written out in half precision, into a buffer that all
@@ -9,7 +10,6 @@ layers share, and multiplied by cuBLAS. That costs its bytes twice more, and kee
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tailrace.kernels.linear.int4 import GroupInt4
-    from tailrace.kernels.linear.triton_int4 import Int4Shape
     from tailrace.kernels.linear.ways import Ways
     from tailrace.kernels.linear.workspace import Workspace
 
@@ -39,13 +38,28 @@ def has_hopper_kernel(capability: tuple[int, int] | None, release: str) -> bool:
     return capability == (9, 0) and release.startswith(_GLUON)
 
 
-SEEN_RIGHT = False
-"""Whether gpu_int4.py has found Hopper's kernel right on a GPU: it serves nobody before."""
+_WIDE = 132 * 128
+"""Outputs: a tile of 128 for each multiprocessor. Between the layers measured, 4608 and 37888."""
+_FEW = 32
+"""Rows up to which Triton's kernel is the faster one on Hopper for wide layers too."""
 
 
-@cache
+def hopper_serves(rows: int, outputs: int) -> bool:
+    """Tell whether Hopper's kernel takes so many rows of a layer, where the GPU has it.
+
+    Seen on an H200 (gpu_int4.py, 2026-11-30), microseconds by Triton / by Hopper's:
+
+        rows           16           32           64            128
+        gate_up   30.8 / 37.0  37.2 / 41.9  57.8 / 50.6  102.2 / 82.2    37888 outputs
+        qkv        9.2 / 11.8  10.7 / 14.0  14.8 / 17.3   29.3 / 28.7     4608
+        o          8.0 /  9.7   9.5 / 11.3  12.3 / 14.5   19.1 / 25.2     3584
+        down      20.5 / 23.9  23.3 / 31.4  33.1 / 44.0   61.8 / 75.2     3584
+    """
+    return rows > _FEW and outputs >= _WIDE
+
+
 def _is_hopper(device: torch.device) -> bool:
-    if device.type != "cuda" or not SEEN_RIGHT:
+    if device.type != "cuda":
         return False
     return has_hopper_kernel(torch.cuda.get_device_capability(device), triton.__version__)
 
@@ -54,7 +68,7 @@ class Int4Linear:
     """x @ weight.T + bias.
 
     Up to `MOST_ROWS` rows no weight is rounded, sums are float32, and a row's sum is cut at the
-    same places whatever is beside it.
+    same places whatever is beside it: at one set of places by each kernel that serves the layer.
 
     Args:
         weight: Of any device; may be freed after packing.
@@ -73,22 +87,22 @@ class Int4Linear:
         self._workspace = workspace
         held = self._weight
         parts = 0
-        self._few: Callable[..., Tensor] = int4_linear
-        tiles, self._writing = ways(held.outputs * held.inputs)
-        self._tiles: Ways[Int4Shape] | None = tiles
-        self.planned: tuple[Ways[object], ...] = (tiles, self._writing)
+        self._hopper: Callable[..., Tensor] | None = None
+        most_tiled = MOST_ROWS
         self.name = f"Triton 4 bits in groups of {weight.group}"
-        if _is_hopper(workspace.device):
+        if _is_hopper(workspace.device) and hopper_serves(MOST_ROWS, held.outputs):
             from tailrace.kernels.linear.triton_hopper_int4 import (  # noqa: PLC0415 - see _GLUON
                 int4_hopper,
                 reserved_parts,
             )
 
             parts = reserved_parts(held.outputs, held.codes.shape[0], workspace.device)
-            self._few = int4_hopper
+            self._hopper = int4_hopper
             # Its shapes cut sums at places of their own, so that classes of rows must not differ.
-            self._tiles, self.planned = None, (self._writing,)
-            self.name += ", for Hopper"
+            most_tiled = _FEW
+            self.name += f", for Hopper above {_FEW} rows"
+        self._tiles, self._writing = ways(held.outputs * held.inputs, most_tiled)
+        self.planned: tuple[Ways[object], ...] = (self._tiles, self._writing)
         workspace.reserve(
             outputs=held.outputs,
             splits=held.splits,
@@ -125,19 +139,23 @@ class Int4Linear:
     def write(self, x_TI: Tensor, out_TO: Tensor) -> None:
         """See `DeviceLinear.write`; by the codes, however many rows there are.
 
-        So a row's result is the same beside any number of others.
+        So a row's result is the same beside any number of others that the same kernel takes.
         """
         for start in range(0, x_TI.shape[0], MOST_ROWS):
             rows = slice(start, start + MOST_ROWS)
             self._by_codes(x_TI[rows], out_TO[rows])
 
     def _by_codes(self, x_TI: Tensor, out_TO: Tensor | None = None) -> Tensor:
-        return self._few(
+        scratch = self._workspace.scratch
+        rows = x_TI.shape[0]
+        if self._hopper is not None and hopper_serves(rows, self._weight.outputs):
+            return self._hopper(x_TI, self._weight, self.bias_O, scratch=scratch, out_TO=out_TO)
+        return int4_linear(
             x_TI,
             self._weight,
             self.bias_O,
-            scratch=self._workspace.scratch,
-            shape=None if self._tiles is None else self._tiles.of(x_TI.shape[0]),
+            scratch=scratch,
+            shape=self._tiles.of(rows),
             out_TO=out_TO,
         )
 

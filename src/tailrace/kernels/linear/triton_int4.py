@@ -259,10 +259,17 @@ WRITING_CANDIDATES = (WritingShape(32, 4), WritingShape(128, 8))
 """Likewise, beside `WRITING`."""
 
 
-def ways(weights: int) -> tuple[Ways[Int4Shape], Ways[WritingShape]]:
-    """Return what can serve a layer: tiles for few rows, the weight written out for more."""
+def ways(weights: int, most_tiled: int = MOST_ROWS) -> tuple[Ways[Int4Shape], Ways[WritingShape]]:
+    """Return what can serve a layer: tiles for few rows, the weight written out for more.
+
+    Args:
+        weights: How many the layer has.
+        most_tiled: Rows; where more of them are another kernel's, up to `MOST_ROWS`.
+    """
     tiles = {}
     for most_rows, wide in SHAPES.items():
+        if most_rows > most_tiled:
+            break
         _, usual = shape_for(most_rows, weights)
         options = (usual, wide, *CANDIDATES[most_rows])
         tiles[most_rows] = {shape.words: shape for shape in options}
