@@ -277,8 +277,10 @@ def int8_cases(kind: int) -> Iterator[Case]:
     types = {**TYPES, **halves, **floats, "values_ptr": "*i8"}
     is_hopper = kind >= HOPPER
     rows = triton_int8.HOPPER if is_hopper else triton_int8.OTHERS
-    for shape in dict.fromkeys(shape for _, shape in rows):
-        sizes = f"{shape.block_m}x{shape.block_n}x{shape.block_k}"
+    shapes = [shape for _, shape in rows]
+    if is_hopper:
+        shapes += itertools.chain.from_iterable(triton_int8.HOPPER_CANDIDATES.values())
+    for shape in dict.fromkeys(shapes):
         operands = {"x": "*i8", "w": "*i8"}
         if is_hopper:
             operands = {
@@ -291,7 +293,7 @@ def int8_cases(kind: int) -> Iterator[Case]:
             "STAGES": shape.num_stages,
         }  # fmt: skip
         yield Case(
-            f"int8 {sizes}", triton_int8.int8_kernel, constants, shape.num_warps,
+            f"int8 {shape.words}", triton_int8.int8_kernel, constants, shape.num_warps,
             shape.num_stages, {**types, **operands},
         )  # fmt: skip
     hidden = {"WIDTH": 3584, "BLOCK": 4096, "ROTATED": 128}

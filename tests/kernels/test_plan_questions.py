@@ -23,10 +23,12 @@ from tailrace.kernels.attention_shapes import (
     prefill_candidates,
 )
 from tailrace.kernels.attention_shapes import PREFILL as TABLE
+from tailrace.kernels.linear import int8_rows
 from tailrace.kernels.linear.cublas import CublasLinear
 from tailrace.kernels.linear.float8 import FLOAT8, quantize_blocks, quantize_channels
 from tailrace.kernels.linear.float8_rows import quantize_rows
 from tailrace.kernels.linear.int4 import quantize_groups
+from tailrace.kernels.linear.int8_linear import Int8Linear
 from tailrace.kernels.linear.triton_skinny import SPLIT, WHOLE, SkinnyLinear, SkinnyScratch
 from tailrace.kernels.linear.ways import MANY, class_words, words_of
 from tailrace.kernels.plan import Key, Plan, choose
@@ -183,6 +185,10 @@ def quantized(kind):
     """Return kernels in the interpreter whose model has one layer over a weight of a kind."""
     kernels = TritonKernels(torch.device("cpu"), "float32")
     weight = torch.randn(144, 128, generator=torch.Generator().manual_seed(1)) / 11
+    if kind == "int8":
+        layer = Int8Linear(weight, torch.ones(144), torch.float32, torch.device("cpu"))
+        HELD.append(kernels.let_plan(layer))
+        return kernels
     HELD.append(kernels.pack_linear(QUANTIZED[kind](weight), torch.ones(144), "float32"))
     return kernels
 
@@ -220,17 +226,26 @@ ROWS = {
     "int4": ["16", "32", "64", "128", "more rows"],
     "channel": ["16", "32", "64", "128", "256", "512", "more rows"],
     "block128": ["16", "32", "64", "128", "256", "512", "more rows"],
+    "int8": ["64", "128", "256", "512", "more rows"],
 }
+KINDS = list(ROWS)
 
 
-@pytest.mark.parametrize("kind", list(QUANTIZED))
+@pytest.mark.parametrize("kind", KINDS)
 def test_quantised_layers_are_asked_about_in_every_class_of_rows(interpreter, kind):
     asked = asked_of(quantized(kind))[2:]
-    names = {"int4": "int4/64", "channel": "fp8/channel", "block128": "fp8/block128"}
+    names = {
+        "int4": "int4/64",
+        "channel": "fp8/channel",
+        "block128": "fp8/block128",
+        "int8": "int8/channel",
+    }
     assert {q.operation for q in asked} == {f"{names[kind]} linear 128 to 144"}
     assert [q.sizes.removeprefix("up to ").removesuffix(" rows") for q in asked] == [
         rows.removesuffix(" rows") for rows in ROWS[kind]
     ]
+    exact = [q.sizes for q in asked if q.is_exact]
+    assert len(exact) == {"int4": 1, "int8": 5}.get(kind, 0)
     by_torch = [q.sizes for q in asked if q.default == "torch"]
     assert len(by_torch) == (4 if kind == "channel" else 0)
 
@@ -252,10 +267,13 @@ def test_every_candidate_of_a_plain_layer_equals_its_reference(interpreter, monk
             assert_close(f"{asked.operation} by {name}", work(), truth, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", list(QUANTIZED))
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_candidate_of_a_quantised_layer_equals_its_reference(interpreter, monkeypatch, kind):
     """The product by torch is in bfloat16. Rows are rounded by the reference: it is quicker."""
     monkeypatch.setattr("tailrace.kernels.linear.float8_linear.quantize_rows", quantize_rows)
+    monkeypatch.setattr(
+        "tailrace.kernels.linear.int8_linear.quantize_rows", int8_rows.quantize_rows
+    )
     monkeypatch.setattr("tailrace.kernels.plan_questions._OUTPUTS", 128)
     kernels = quantized(kind)
     for layer in kernels.planned_layers:
@@ -323,7 +341,7 @@ def test_attention_is_served_by_the_winners_for_its_own_kind_of_cache(kv_dtype):
     assert len({shape.split for shape in decodes}) == len({s.block_n for s in decodes}) == 1
 
 
-@pytest.mark.parametrize("kind", list(QUANTIZED))
+@pytest.mark.parametrize("kind", KINDS)
 def test_quantised_layers_are_served_by_winners_without_another_result(interpreter, kind):
     kernels = quantized(kind)
     (layer,) = kernels.planned_layers

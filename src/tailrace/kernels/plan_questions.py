@@ -32,7 +32,6 @@ from tailrace.kernels.attention_shapes import (
     prefill_shape,
 )
 from tailrace.kernels.linear.float8 import FLOAT8
-from tailrace.kernels.linear.float8_rows import Float8Rows
 from tailrace.kernels.linear.ways import class_words, words_of
 from tailrace.kernels.paged_attention.device_batch import cut_tiles
 from tailrace.kernels.paged_attention.triton_decode import DecodeScratch, decode
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tailrace.kernels.linear.ways import PlannedLinear, Ways
+    from tailrace.kernels.linear.ways import PlannedLinear, RoundedRows, Ways
     from tailrace.kernels.paged_attention.triton_decode import DecodeShape
     from tailrace.kernels.paged_attention.triton_prefill import Shape
     from tailrace.kernels.triton_kernels import TritonKernels
@@ -417,7 +416,7 @@ def _linear(
     """As many rows as the class has at most."""
 
     @cache
-    def given() -> Tensor | Float8Rows:
+    def given() -> Tensor | RoundedRows:
         return layer.given(_noise(kernels, (ways.timed_rows(most_rows), layer.sizes[1])))
 
     def by(name: str) -> Tensor:
@@ -430,7 +429,7 @@ def _linear(
 
     def truth() -> Tensor:
         x = given()
-        wide_TI = x.dequantize() if isinstance(x, Float8Rows) else x.float()
+        wide_TI = x.float() if isinstance(x, torch.Tensor) else x.dequantize()
         outputs = layer.sizes[0]
         parts = []
         for first in range(0, outputs, _OUTPUTS):
@@ -441,7 +440,8 @@ def _linear(
 
     works = {name: partial(by, name) for name in ways.options(most_rows)}
     words = class_words(most_rows)
-    return Question(words_of(layer), words, ways.serving(most_rows), works, truth)
+    usual = ways.serving(most_rows)
+    return Question(words_of(layer), words, usual, works, truth, is_exact=ways.is_exact)
 
 
 def _exact_rows(q: Tensor, k: Tensor, v: Tensor, first: int) -> Tensor:

@@ -25,6 +25,7 @@ from tailrace.kernels.linear.float8 import Float8Weight
 from tailrace.kernels.linear.float8_linear import Float8Linear, takes
 from tailrace.kernels.linear.int4 import GroupInt4
 from tailrace.kernels.linear.int4_linear import Int4Linear
+from tailrace.kernels.linear.int8_linear import Int8Linear
 from tailrace.kernels.linear.packed_int4 import LEAST_GROUP
 from tailrace.kernels.linear.phased_linear import PhasedLinear
 from tailrace.kernels.linear.triton_skinny import SkinnyLinear, SkinnyScratch
@@ -335,7 +336,7 @@ class TritonKernels:
             raise EngineError(f"a layer by {linear.name} has no copy")
         source = linear.plain if isinstance(linear, SkinnyLinear) else linear
         many = form.make(source, self._workspace)
-        if isinstance(many, Float8Linear):
+        if isinstance(many, Float8Linear | Int8Linear):
             self.let_plan(many)
         return PhasedLinear(linear, many, self.dtype, self.device)
 

@@ -13,8 +13,8 @@ import torch
 
 from tailrace.errors import ConfigError
 from tailrace.kernels.linear.device_linear import RoundsRows
-from tailrace.kernels.linear.int8 import quantize_channels
-from tailrace.kernels.linear.triton_int8 import int8_product
+from tailrace.kernels.linear.int8 import Int8Weight, quantize_channels
+from tailrace.kernels.linear.triton_int8 import capability_of, int8_product, ways
 from tailrace.kernels.linear.triton_int8_rows import (
     add_rms_norm_int8,
     keep_matrix,
@@ -54,19 +54,30 @@ class Int8Linear(RoundsRows):
             )
         self._weight = quantize_channels(weight_OI.to(device))
         self._dtype, self._device = dtype, device
-        self._bias_O = None if bias_O is None else bias_O.to(device, dtype).contiguous()
+        self.bias_O = None if bias_O is None else bias_O.to(device, dtype).contiguous()
         keep_matrix(self._weight.shape[1], dtype, device)
         self.name = "int8 by channel"
+        self.operation = "int8/channel linear"
+        (self._tiles,) = self.planned = ways(capability_of(device))
 
     @property
     def nbytes(self) -> int:
         """Bytes of weight, scales and bias."""
-        return self._weight.nbytes + (0 if self._bias_O is None else self._bias_O.nbytes)
+        return self._weight.nbytes + (0 if self.bias_O is None else self.bias_O.nbytes)
 
     @property
     def sizes(self) -> tuple[int, int]:
         """Outputs and inputs."""
         return self._weight.shape
+
+    def weight_rows(self, first: int, end: int) -> Tensor:
+        """See `PlannedLinear.weight_rows`."""
+        held = self._weight
+        return Int8Weight(held.values[first:end], held.scales[first:end]).dequantize()
+
+    def given(self, x_TI: Tensor) -> Int8Rows:
+        """See `PlannedLinear.given`."""
+        return quantize_rows(x_TI)
 
     def rounds(self, rows: int) -> bool:  # noqa: ARG002 - of others it depends on their number
         """Tell that rows are rounded, however many."""
@@ -92,12 +103,15 @@ class Int8Linear(RoundsRows):
         """See `DeviceLinear.write`."""
         self._multiply(quantize_rows(x_TI), out_TO)
 
-    def __call__(self, x_TI: Tensor) -> Tensor:
-        """Return [T, O] in the activations' dtype; x is contiguous, and of that dtype."""
-        out_TO = torch.empty(x_TI.shape[0], self.sizes[0], dtype=self._dtype, device=self._device)
-        self.write(x_TI, out_TO)
+    def __call__(self, x_TI: Tensor | Int8Rows) -> Tensor:
+        """Return [T, O] in the activations' dtype; x is contiguous, of that dtype or rounded."""
+        x = quantize_rows(x_TI) if isinstance(x_TI, torch.Tensor) else x_TI
+        rows = x.values.shape[0]
+        out_TO = torch.empty(rows, self.sizes[0], dtype=self._dtype, device=self._device)
+        self._multiply(x, out_TO)
         return out_TO
 
     def _multiply(self, x: Int8Rows, out_TO: Tensor) -> None:
         if len(out_TO):
-            int8_product(x, self._weight, self._bias_O, self._dtype, out_TO=out_TO)
+            shape = self._tiles.of(len(out_TO))
+            int8_product(x, self._weight, self.bias_O, self._dtype, out_TO=out_TO, shape=shape)

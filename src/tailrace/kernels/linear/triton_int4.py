@@ -275,7 +275,7 @@ def ways(weights: int, most_tiled: int = MOST_ROWS) -> tuple[Ways[Int4Shape], Wa
         tiles[most_rows] = {shape.words: shape for shape in options}
     writing = {MANY: {shape.words: shape for shape in (WRITING, *WRITING_CANDIDATES)}}
     # The fewest of its rows: there writing takes most of the time.
-    return Ways(tiles), Ways(writing, many_rows=MOST_ROWS + 1)
+    return Ways(tiles), Ways(writing, many_rows=MOST_ROWS + 1, is_exact=True)
 
 
 def shape_for(rows: int, weights: int) -> tuple[int, Int4Shape]:

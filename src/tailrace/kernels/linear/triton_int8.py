@@ -28,6 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tailrace.errors import EngineError
 from tailrace.kernels.attention_shapes import INTERPRETER
+from tailrace.kernels.linear.ways import MANY, Ways
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,6 +120,12 @@ class Int8Shape:
     num_warps: int
     num_stages: int
 
+    @property
+    def words(self) -> str:
+        """Its name in a plan."""
+        tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        return f"{tile}, {self.num_warps} warps, {self.num_stages} stages"
+
 
 HOPPER: tuple[tuple[int, Int8Shape], ...] = (
     (64, Int8Shape(64, 64, 256, 4, 4)),
@@ -141,6 +148,17 @@ SHAPES_TO_TIME = tuple(
 )  # fmt: skip
 """What `benchmarks/gpu_gemm.py --sweep` tries on Hopper."""
 
+_NARROW = (Int8Shape(64, 64, 128, 4, 4), Int8Shape(64, 128, 128, 4, 5))
+_MIDDLE = (Int8Shape(64, 128, 128, 4, 5), Int8Shape(128, 64, 128, 4, 5))
+_WIDE = (
+    Int8Shape(128, 128, 128, 4, 4),
+    Int8Shape(128, 128, 128, 8, 4),
+    Int8Shape(256, 128, 128, 8, 3),
+)
+HOPPER_CANDIDATES = {64: _NARROW, 128: _MIDDLE, 256: _MIDDLE, 512: _WIDE, MANY: _WIDE}
+"""What a plan may choose beside `HOPPER`'s shapes, by classes of rows. Elsewhere it chooses among
+those of `OTHERS`."""
+
 GROUP_M = 8
 _DESCRIPTORS = 9
 """The generation of GPUs (Hopper) whose wgmma and descriptors the kernel is written for."""
@@ -150,6 +168,17 @@ def shape_of(rows: int, capability: Capability) -> Int8Shape:
     """Return how a product of so many rows is computed."""
     shapes = HOPPER if capability[0] == _DESCRIPTORS else OTHERS
     return next(shape for most, shape in shapes if rows <= most)
+
+
+def ways(capability: Capability) -> tuple[Ways[Int8Shape]]:
+    """Return what can serve a layer: sums of whole numbers are exact, however they are cut."""
+    is_hopper = capability[0] == _DESCRIPTORS
+    options = {}
+    for most_rows, more in HOPPER_CANDIDATES.items():
+        others = more if is_hopper else tuple(shape for _, shape in OTHERS)
+        shapes = (shape_of(most_rows, capability), *others)
+        options[most_rows] = {shape.words: shape for shape in shapes}
+    return (Ways(options, many_rows=2048, is_exact=True),)
 
 
 def int8_product(
@@ -186,7 +215,7 @@ def int8_product(
             f"int8 product into {out_TO.dtype} {list(out_TO.shape)}: must be contiguous, {dtype} "
             f"{[rows, outputs]}"
         )
-    capability = _capability(device)
+    capability = capability_of(device)
     shape = shape or shape_of(rows, capability)
     if by_descriptor is None:
         by_descriptor = capability[0] == _DESCRIPTORS
@@ -229,7 +258,8 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=16)
-def _capability(device: torch.device) -> Capability:
+def capability_of(device: torch.device) -> Capability:
+    """Return what shapes are chosen for; the interpreter stands in for Hopper."""
     if device.type != "cuda":
         return INTERPRETER
     return torch.cuda.get_device_capability(device)

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tailrace.kernels.linear.float8_rows import Float8Rows
-
 T_co = TypeVar("T_co", covariant=True)
 
 MANY = 1 << 30
@@ -35,9 +33,17 @@ class Ways(Generic[T_co]):
         options: By the most rows of a class, ascending: the ways by their names; the first one
             serves until another is told to.
         many_rows: How many rows are timed for the class `MANY`.
+        is_exact: Whether all ways of a class give the same bits.
     """
 
-    def __init__(self, options: Mapping[int, Mapping[str, T_co]], many_rows: int = 0) -> None:
+    def __init__(
+        self,
+        options: Mapping[int, Mapping[str, T_co]],
+        many_rows: int = 0,
+        *,
+        is_exact: bool = False,
+    ) -> None:
+        self.is_exact = is_exact
         self._options = options
         self._many_rows = many_rows
         self._serving = {most_rows: next(iter(ways)) for most_rows, ways in options.items()}
@@ -75,6 +81,14 @@ class Ways(Generic[T_co]):
         return self._options[most_rows][self._serving[most_rows]]
 
 
+class RoundedRows(Protocol):
+    """Rows in another format."""
+
+    def dequantize(self) -> Tensor:
+        """Return float32 [T, I]."""
+        ...
+
+
 class PlannedLinear(Protocol):
     """A layer that a plan chooses ways for."""
 
@@ -105,7 +119,7 @@ class PlannedLinear(Protocol):
         """
         ...
 
-    def given(self, x_TI: Tensor) -> Tensor | Float8Rows:
+    def given(self, x_TI: Tensor) -> Tensor | RoundedRows:
         """Return what of these rows is multiplied: themselves, or how they are rounded."""
         ...
 
