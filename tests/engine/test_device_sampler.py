@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tailrace.engine.device_sampler import NO_TOKEN, DeviceSampler
 from tailrace.engine.sampler import Sampler
@@ -126,6 +127,70 @@ def test_plain_greedy_rows_are_known_as_such():
     assert not sampler.are_plain_greedy([2])
     sampler.count_drawn([1])
     assert sampler.are_plain_greedy([0, 1])  # its one token is out
+
+
+def test_changes_of_logits_are_read_when_a_slot_is_taken_and_never_again():
+    """A thousand of them in Python, at every step, are milliseconds of the runner's thread."""
+
+    class ReadOnce(dict):
+        is_closed = False
+
+        def _open(self):
+            assert not self.is_closed, "logit_bias is read at a step"
+
+        def items(self):
+            self._open()
+            return super().items()
+
+        def __iter__(self):
+            self._open()
+            return super().__iter__()
+
+    samplers = both(3)
+    bias = ReadOnce({7: 4.5, 8: -100.0, EOS: 9.0})
+    admit(samplers, 0, sampling(temperature=0.0, logit_bias=bias, min_tokens=2))
+    admit(samplers, 1, sampling(temperature=0.0))
+    admit(samplers, 2, sampling(temperature=0.0, min_tokens=1))
+    ReadOnce.is_closed = True
+    drawn = []
+    for _ in range(3):
+        assert not samplers[1].are_plain_greedy([0, 1, 2])
+        logits = torch.zeros(3, VOCAB)
+        logits[:, EOS] = 1.0
+        expected, found = (s.sample(logits.clone(), [0, 1, 2]).token_ids.tolist() for s in samplers)
+        assert found == expected
+        drawn.append(found)
+    assert drawn == [[7, EOS, 0], [7, EOS, EOS], [EOS, EOS, EOS]]
+    assert samplers[1].are_plain_greedy([1, 2])
+
+
+def test_a_bias_beyond_the_vocabulary_or_an_int32_fails_its_own_row_only():
+    sampler = both(2)[1]
+    sampler.admit(0, sampling(temperature=0.0, logit_bias={2**40: 1.0}), [], [])
+    sampler.admit(1, sampling(temperature=0.0), [], [])
+    assert not sampler.are_plain_greedy([0])
+    drawn = sampler.sample(torch.randn(2, VOCAB), [0, 1])
+    assert list(drawn.errors) == [0]
+
+
+class Copies(TorchDispatchMode):
+    """Notes the size of each tensor that is copied into another."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.copy_.default:
+            self.sizes.append(args[1].numel())
+        return function(*args, **(kwargs or {}))
+
+
+def test_admission_sends_the_tokens_of_a_history_and_not_a_vocabulary():
+    sampler = both(1)[1]
+    with Copies() as copies:
+        sampler.admit(0, sampling(repetition_penalty=1.5), [1, 2, 3, 2], [5, 5])
+    assert max(copies.sizes) <= 2 * len({1, 2, 3, 5})
 
 
 def test_a_slot_that_nobody_holds_is_a_bug():

@@ -5,9 +5,10 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tailrace.engine import sampler as sampler_module
-from tailrace.engine.sampler import Sampler, uniform
+from tailrace.engine.sampler import Sampler, score_rows, uniform
 from tailrace.errors import EngineError
 from tailrace.types import SamplingParams
 
@@ -469,6 +470,46 @@ def test_equally_likely_tokens_are_listed_by_id_whatever_a_neighbour_asks_for():
     sampler.admit(0, params(temperature=0, logprobs=4), [], [])  # the tie ends at the border
     alone = sampler.sample(row[None].clone(), [0])
     assert alone.logprobs[0].top_ids == [100, 200, 300, 4000]
+
+
+class Calls(TorchDispatchMode):
+    """Counts what is asked of the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("levels", [3, 10**6], ids=["tied", "distinct"])
+def test_scores_ask_the_device_as_often_for_many_rows_as_for_two(levels):
+    logits = torch.randint(levels, (64, 500), generator=torch.Generator().manual_seed(1)).float()
+    asked = []
+    for rows in (2, 64):
+        with Calls() as calls:
+            score_rows(logits[:rows], torch.zeros(rows, dtype=torch.int64), [5, *[3] * (rows - 1)])
+        asked.append(calls.count)
+    assert asked[0] == asked[1]
+
+
+@pytest.mark.parametrize("levels", [1, 2, 40, 400])
+def test_scores_are_those_of_a_sort_by_likelihood_and_id(levels):
+    logits = torch.randint(levels, (20, 300), generator=torch.Generator().manual_seed(levels))
+    logits = logits.float()
+    logits[3, 7:] = -math.inf
+    tops = list(range(20))
+    scored = score_rows(logits, torch.arange(20), tops)
+    for row, (entry, count) in enumerate(zip(scored, tops, strict=True)):
+        values = logits[row].tolist()
+        wanted = sorted(range(300), key=lambda i, v=values: (-v[i], i))[:count]
+        assert entry.top_ids == wanted
+        exact = torch.log_softmax(logits[row], dim=-1).tolist()
+        assert entry.top_logprobs == pytest.approx([exact[i] for i in wanted])
+        assert (entry.token_id, entry.logprob) == (row, pytest.approx(exact[row]))
+        assert entry.rank == 1 + sum(value > values[row] for value in values)
 
 
 def test_a_number_of_logprobs_beyond_its_range_lists_all_or_none():

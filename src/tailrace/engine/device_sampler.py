@@ -17,7 +17,7 @@ row asks for them waits for the device.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,7 +36,7 @@ from tailrace.kernels.sampling.rows import NOT_FINITE, NOTHING_LEFT, SamplingRow
 from tailrace.kernels.sampling.triton import SamplingScratch, sample
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from tailrace.text.grammar import GrammarState
     from tailrace.types import SamplingParams, TokenLogprobs
@@ -58,41 +58,27 @@ class _Slot:
     position: int
     """Tokens drawn so far, those that are queued included."""
     defect: str
-    blocked: list[int]
-    """Not to be drawn before `min_tokens` are out."""
     grammar: GrammarState | None
+    edit_ids: np.ndarray
+    """int32, whose logits are changed: the biases', then what may not be drawn before `min_tokens`
+    are out."""
+    edit_values: np.ndarray
+    """What is added to them: float32, as the words it is stored in."""
+    num_biases: int
+    is_penalised: bool
+    is_plain: bool
+    """Whether the likeliest id is asked for, and nothing but `num_edits` may change which it is."""
 
     @property
-    def is_penalised(self) -> bool:
-        params = self.params
-        return bool(params.presence_penalty or params.frequency_penalty) or (
-            params.repetition_penalty != 1.0
-        )
+    def num_edits(self) -> int:
+        """How many of the edits count now, from the first."""
+        blocks = self.position < self.params.min_tokens
+        return len(self.edit_ids) if blocks else self.num_biases
 
     @property
     def is_plain_greedy(self) -> bool:
         """Whether the likeliest id of its next raw logits, and nothing more, is asked for."""
-        params = self.params
-        return (
-            params.temperature == 0.0
-            and params.logprobs is None
-            and not (self.defect or self.is_penalised or self.grammar or self.edits())
-        )
-
-    def edits(self) -> list[tuple[int, float]]:
-        """Return what is added to which logit."""
-        found = list(self.params.logit_bias.items())
-        if self.position < self.params.min_tokens:
-            found += [(token_id, -np.inf) for token_id in self.blocked]
-        return found
-
-
-@dataclass
-class _Columns:
-    """Rows' parameters, column by column, before they are packed."""
-
-    edits: list[tuple[int, float]] = field(default_factory=list)
-    edit_starts: list[int] = field(default_factory=lambda: [0])
+        return self.is_plain and not self.num_edits
 
 
 class DeviceSampler:
@@ -122,6 +108,7 @@ class DeviceSampler:
         """Slots whose rows may ask for more than the likeliest id."""
         self._seeds = random.Random(default_seed)
         self._device = device
+        self._is_gpu = device.type == "cuda"  # else Triton's interpreter, in tests
         self._scratch = SamplingScratch.allocate(num_slots, vocab_size, device)
         self._history = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
         self._words = -(-vocab_size // 32)
@@ -138,21 +125,33 @@ class DeviceSampler:
         grammar: GrammarState | None = None,
     ) -> None:
         """Bind a slot to a sequence, new or back after a preemption; see `Sampler.admit`."""
+        defect = defect_of(params, self.vocab_size)
+        bias = {} if defect else params.logit_bias
+        blocked: list[int] = []
+        if params.min_tokens:
+            blocked = blocked_ids(params, self._eos_token_ids, self.vocab_size)
+        is_penalised = bool(
+            params.presence_penalty
+            or params.frequency_penalty
+            or params.repetition_penalty != 1.0
+        )
         state = _Slot(
             params=params,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             position=len(output_ids),
-            defect=defect_of(params, self.vocab_size),
-            blocked=(
-                blocked_ids(params, self._eos_token_ids, self.vocab_size)
-                if params.min_tokens
-                else []
-            ),
+            defect=defect,
             grammar=grammar,
+            edit_ids=np.array([*bias, *blocked], dtype=np.int32),
+            edit_values=_floats([*bias.values(), *[-np.inf] * len(blocked)]),
+            num_biases=len(bias),
+            is_penalised=is_penalised,
+            is_plain=params.temperature == 0.0
+            and params.logprobs is None
+            and not (defect or is_penalised or grammar),
         )
         self._slots[slot] = state
         self._special.discard(slot)
-        if not state.is_plain_greedy or state.blocked:
+        if not state.is_plain or len(state.edit_ids):
             self._special.add(slot)
         if state.is_penalised:
             self._remember(slot, prompt_ids, output_ids)
@@ -231,24 +230,32 @@ class DeviceSampler:
 
     def _remember(self, slot: int, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
         """Fill a slot's history: bit 0 is set for what was seen, the rest counts outputs."""
-        counts = np.bincount(np.asarray(output_ids, dtype=np.int64), minlength=self.vocab_size)
-        history = counts.astype(np.int32) << 1
-        history[np.asarray([*prompt_ids, *output_ids], dtype=np.int64)] |= 1
-        self._history[slot].copy_(torch.from_numpy(history))
+        drawn = np.asarray(output_ids, dtype=np.int32)
+        known = np.unique(np.concatenate([np.asarray(prompt_ids, dtype=np.int32), drawn]))
+        ids, counts = np.unique(drawn, return_counts=True)
+        history = np.ones(len(known), dtype=np.int32)
+        history[np.searchsorted(known, ids)] |= counts.astype(np.int32) << 1
+        # Only what is known goes over, and from pinned memory: the copy waits for no other work.
+        # Torch keeps such memory until the device has read it, so each admission has its own.
+        sent = torch.empty(2, len(known), dtype=torch.int32, pin_memory=self._is_gpu)
+        sent[0], sent[1] = torch.from_numpy(known), torch.from_numpy(history)
+        places, values = sent.to(self._device, non_blocking=True)
+        self._history[slot].zero_().index_copy_(0, places.long(), values)
 
     def _rows(
         self, states: Sequence[_Slot], slots: Sequence[int], errors: dict[int, str]
     ) -> SamplingRows:
         """Send the rows' parameters; a row with a known error draws greedily, for nobody."""
         mask_rows, masks = self._masks(states, errors)
-        columns = _Columns()
-        for row, state in enumerate(states):
-            edits = [] if row in errors else state.edits()
-            if len(edits) > MOST_EDITS:
-                errors[row] = f"logit_bias and min_tokens change more than {MOST_EDITS} logits"
-                edits = []
-            columns.edits += edits
-            columns.edit_starts.append(len(columns.edits))
+        counts = [state.num_edits for state in states]
+        for row, count in enumerate(counts):
+            if count > MOST_EDITS:
+                errors.setdefault(
+                    row, f"logit_bias and min_tokens change more than {MOST_EDITS} logits"
+                )
+            if row in errors:
+                counts[row] = 0
+        edited = [(state, count) for state, count in zip(states, counts, strict=True) if count]
         params = [state.params for state in states]
         sent = self._staging.send(
             self._staging.pack(
@@ -275,9 +282,9 @@ class DeviceSampler:
                         ],
                         dtype=np.int32,
                     ),
-                    "edit_starts": np.array(columns.edit_starts, dtype=np.int32),
-                    "edit_ids": np.array([i for i, _ in columns.edits], dtype=np.int32),
-                    "edit_values": _floats(value for _, value in columns.edits),
+                    "edit_starts": np.cumsum([0, *counts], dtype=np.int32),
+                    "edit_ids": _joined([state.edit_ids[:count] for state, count in edited]),
+                    "edit_values": _joined([state.edit_values[:count] for state, count in edited]),
                     "mask_rows": mask_rows,
                     "masks": masks,
                     "wants_rank": np.zeros(len(states), dtype=np.int32),
@@ -319,8 +326,12 @@ class DeviceSampler:
         return rows, np.stack(masks)
 
 
-def _floats(values: object) -> np.ndarray:
+def _floats(values: Iterable[float]) -> np.ndarray:
     """Return float32 values as the words they are stored in."""
     # What float32 cannot hold becomes infinite there, which the kernels bound.
     with np.errstate(over="ignore"):
-        return np.array(list(values), dtype=np.float32).view(np.int32)  # type: ignore[call-overload]
+        return np.array(list(values), dtype=np.float32).view(np.int32)
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)

@@ -51,6 +51,8 @@ _CANDIDATES = 256
 _MORE_CANDIDATES = 4096
 # Tokens per partial sum of the draw. The vocabularies of Llama 3, Qwen and SmolLM2 are multiples.
 _SPAN = 128
+# Looked at beyond the most likely tokens that a row reports. Logits in bfloat16 are often equal.
+_TIES = 8
 
 
 @dataclass
@@ -532,36 +534,72 @@ def score_rows(logits: Tensor, target_ids: Tensor, top_ns: Sequence[int]) -> lis
     columns = target_ids[:, None]
     logprobs = torch.log_softmax(logits, dim=-1)
     ranks = (logits > logits.gather(1, columns)).sum(dim=-1) + 1
-    # One more than asked for, to see whether a tie crosses the border.
-    reach = min(max(top_ns, default=0) + 1, logits.shape[1])
+    # Further than asked for: one tells whether a tie crosses the border, some hold most ties whole.
+    reach = min(max(top_ns, default=0) + 1 + _TIES, logits.shape[1])
     values, ids = torch.topk(logits, reach, dim=-1)
-    entries = zip(
-        target_ids.tolist(),
-        logprobs.gather(1, columns)[:, 0].tolist(),
-        ranks.tolist(),
-        strict=True,
-    )
+    # One wait for the device, whatever the rows: float64 holds every id and float32 as they are.
+    parts = [columns, logprobs.gather(1, columns), ranks[:, None]]
+    parts += [values, ids, logprobs.gather(1, ids)]
+    read = torch.cat([part.to(torch.float64) for part in parts], dim=1).tolist()
+    tops = [
+        _Top(count, row[3 : 3 + reach], row[3 + reach : 3 + 2 * reach], row[3 + 2 * reach :])
+        for count, row in zip(top_ns, read, strict=True)
+    ]
+    _look_up_ties(logits, tops)
     scores = []
-    for row, (token_id, logprob, rank) in enumerate(entries):
-        top = _most_likely(logits[row], values[row].tolist(), ids[row].tolist(), top_ns[row])
-        scores.append(TokenLogprobs(token_id, logprob, rank, top, logprobs[row, top].tolist()))
+    for (token_id, logprob, rank, *_), top in zip(read, tops, strict=True):
+        top_ids, top_logprobs = top.ranked()
+        scores.append(TokenLogprobs(int(token_id), logprob, int(rank), top_ids, top_logprobs))
     return scores
 
 
-def _most_likely(row: Tensor, values: list[float], ids: list[int], count: int) -> list[int]:
-    """Return the ids of a row's [V] `count` largest logits, the lowest id first on a tie.
+@dataclass
+class _Top:
+    """A row's largest logits, on the host.
 
     `topk` picks any of equally likely tokens, and others where a neighbour asks for more of them:
     a greedy token could be missing from its own list.
-
-    Args:
-        row: The logits.
-        values: The largest of them, one more than `count` if there are so many.
-        ids: Their ids.
-        count: How many are wanted; none where it is below 1.
     """
-    if 0 < count < len(values) and values[count - 1] == values[count]:
-        ids = (row >= values[count - 1]).nonzero()[:, 0].tolist()
-        values = row[ids].tolist()
-    ranked = sorted(zip(values, ids, strict=True), key=lambda entry: (-entry[0], entry[1]))
-    return [token_id for _, token_id in ranked[: max(0, count)]]
+
+    count: int
+    """How many are wanted; none where it is below 1."""
+    values: list[float]
+    """Descending; more than `count`, if there are so many."""
+    ids: list[float]
+    logprobs: list[float]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether tokens as likely as the last wanted one may be missing."""
+        return 0 < self.count < len(self.values) and self.values[self.count - 1] == self.values[-1]
+
+    def replace_ties(self, lowest: list[int]) -> None:
+        """Put the lowest ids of the last value, in order, in the place of those that are here."""
+        border = self.values[-1]
+        first = self.values.index(border)
+        ties = lowest[: len(self.values) - first]
+        self.ids[first:] = ties
+        self.logprobs[first:] = [self.logprobs[first]] * len(ties)
+
+    def ranked(self) -> tuple[list[int], list[float]]:
+        """Return ids and log-probabilities of the wanted ones, the lowest id first on a tie."""
+        entries = zip(self.values, self.ids, self.logprobs, strict=True)
+        ranked = sorted(entries, key=lambda entry: (-entry[0], entry[1]))[: max(0, self.count)]
+        return [int(token_id) for _, token_id, _ in ranked], [score for *_, score in ranked]
+
+
+def _look_up_ties(logits: Tensor, tops: Sequence[_Top]) -> None:
+    """Complete the rows whose border a tie may cross, all with one more wait for the device."""
+    cut = [row for row, top in enumerate(tops) if top.is_cut]
+    if not cut:
+        return
+    rows = logits[cut]
+    borders = torch.tensor(
+        [tops[row].values[-1] for row in cut], dtype=logits.dtype, device=logits.device
+    )
+    # The lowest ids are the largest of these; there are at least as many as are wanted of them.
+    backwards = torch.arange(rows.shape[1], 0, -1, dtype=torch.int32, device=logits.device)
+    order = torch.where(rows == borders[:, None], backwards, 0)
+    found = torch.topk(order, len(tops[cut[0]].values), dim=-1).values
+    for row, lowest in zip(cut, (rows.shape[1] - found).tolist(), strict=True):
+        tops[row].replace_ties(lowest)
