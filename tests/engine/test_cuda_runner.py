@@ -24,7 +24,7 @@ from tailrace.engine.engine import Engine
 from tailrace.engine.frames import Frame, mixed_frames, padded_sizes
 from tailrace.engine.runner import Runner
 from tailrace.engine.sampler import Sampler
-from tailrace.engine.scheduler import Scheduler
+from tailrace.engine.scheduler import Chunk, Scheduler, Step
 from tailrace.engine.sequence import Sequence
 from tailrace.errors import DeviceMemoryError
 from tailrace.kernels.torch_kernels import TorchKernels
@@ -265,6 +265,23 @@ def test_decodes_are_counted_up_to_the_first_longer_chunk():
 
     assert _leading_decodes([Chunk(1), Chunk(1), Chunk(5), Chunk(1)]) == 2
     assert _leading_decodes([]) == 0
+
+
+def test_the_time_of_a_prompts_last_row_is_predicted_for_the_frame_that_computes_it(folder):
+    """With a second copy of the weights such a row is no decode, though its chunk is as long."""
+    decode, prompt = (Sequence.from_request(request, CONTEXT) for request in make_requests()[1:3])
+    decode.token_ids.append(7)
+    step = Step()
+    step.add(Chunk(decode, 0, 5, 6, samples=True, from_device=False))
+    step.add(Chunk(prompt, 1, 30, 31, samples=True, from_device=False))
+    runner = gpu_runner(folder, CudaRunner)
+    runner._graphs = {Frame(0): None}  # so that frames are chosen
+    frame = Frame(2, 16, 1, 2)
+    runner._mixed = [frame]
+    assert runner.computed(step) == step.load
+    runner.prefill_weights = "fp8"
+    load = runner.computed(step)
+    assert (load.decodes, load.prefill_tokens) == (frame.decodes, frame.tokens)
 
 
 def test_padding_never_takes_more_than_half_of_the_prompts_budget(folder):

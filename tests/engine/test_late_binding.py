@@ -1,4 +1,6 @@
 import random
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 from tailrace.clock import VirtualClock
 from tailrace.engine.late_binding import LateBinding
@@ -66,6 +68,37 @@ def test_an_engine_holds_its_next_step_only_while_one_runs_whose_end_is_predicte
     assert fitted.engine.hold_s() == 0.0
     fitted.run()
     assert fitted.reasons == {"r-0": "length"}
+
+
+def test_nothing_is_held_once_the_step_has_ended_or_where_nobody_could_start():
+    bench = make_bench(clock=VirtualClock(100.0), late=True, predicted_s=0.1)
+    results = []
+
+    def submit(function, *args):
+        results.append(Future())
+        return results[-1]
+
+    bench.engine._submit = submit
+    bench.engine.add(request("r-0", [1, 2, 3], 8))
+    bench.step()
+    assert bench.engine.hold_s() > 0.05
+    results[0].set_result(running := SimpleNamespace(is_done=False))  # queued on a device
+    assert bench.engine.hold_s() > 0.05
+    running.is_done = True
+    assert bench.engine.hold_s() == 0.0
+    running.is_done = False
+    bench.engine.scheduler._free_slots.clear()
+    assert bench.engine.hold_s() == 0.0
+
+
+def test_nothing_is_held_after_a_step_that_failed():
+    bench = make_bench(clock=VirtualClock(100.0), late=True, predicted_s=0.1)
+    failed = Future()
+    failed.set_exception(RuntimeError())
+    bench.engine._submit = lambda function, *args: failed
+    bench.engine.add(request("r-0", [1, 2, 3], 8))
+    bench.step()
+    assert bench.engine.hold_s() == 0.0
 
 
 def test_without_late_binding_nothing_is_held():

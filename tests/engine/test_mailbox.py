@@ -16,6 +16,7 @@ from tailrace.engine.engine import Engine
 from tailrace.engine.scheduler import Scheduler
 from tailrace.engine.worker import Mailbox, Worker
 from tailrace.types import (
+    AbortRequests,
     EngineMessage,
     EngineOutputs,
     ForgetFrontend,
@@ -167,6 +168,30 @@ def test_what_a_dead_front_end_asked_for_ends_though_its_last_words_come_late(ho
     house.step()
     assert len(outputs_of(other)) == 40
     assert house.blocks.held_units == 0
+
+
+def test_nobody_ends_or_replaces_what_another_front_end_asked_for(house):
+    first, second = house.front_end(b"frontend-0-1.1"), house.front_end(b"frontend-1-1.1")
+    send(first, ReserveKv("r-1", 20, 30.0), request("r-0", [1, 2], 3))
+    house.hear(2)
+    leased = house.blocks.reserved_units
+    assert leased > 0
+    send(second, request("r-0", [7], 1), GrowPrompt("r-1", 0, [9] * 20, 30.0))
+    send(second, AbortRequests(["r-0", "r-1"]))
+    house.hear(1)  # the abort, of nothing: what came before it is the mailbox's to answer
+    house.step()
+    (told,) = outputs_of(second)
+    assert (told.request_id, told.finish_reason) == ("r-0", "error")
+    assert "another front end" in told.error
+    heard = outputs_of(first)
+    assert [o.request_id for o in heard] == ["r-0"] * 3
+    assert heard[-1].finish_reason == "length"
+    assert house.blocks.reserved_units == leased
+    assert house.engine.scheduler.early.units == 0
+    send(first, AbortRequests(["r-1"]))
+    house.hear(1)
+    assert house.blocks.reserved_units == 0
+    assert house.mailbox._owners == {}
 
 
 def test_who_chose_no_name_is_not_forgotten_by_any(house):

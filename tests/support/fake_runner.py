@@ -3,6 +3,9 @@
 The next token is a hash of every token that the block table leads to. So a wrong block, a stale
 prefix-cache hit, a lost or doubled position, or a neighbour's write changes the output, and the
 oracle (`expected_output`) knows nothing of batches, blocks or steps.
+
+Like a sampler it counts each slot's draws, from what it is told when somebody is admitted: a slot
+that nobody holds fails the step, and a draw at another position than its own is another token.
 """
 
 from __future__ import annotations
@@ -47,6 +50,8 @@ class Row:
     end: int
     table: list[int]
     samples: bool
+    drawn: int
+    """Tokens drawn for its sequence before."""
 
 
 class Rows(list):
@@ -54,6 +59,9 @@ class Rows(list):
 
     swapped_out: list[tuple[list[int], list[int]]]
     swapped_in: list[tuple[list[int], list[int]]]
+    released: list[int]
+    admitted: dict[int, int]
+    """By slot: tokens drawn before."""
 
 
 class LazyFuture:
@@ -61,6 +69,9 @@ class LazyFuture:
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work = work
+
+    def done(self) -> bool:
+        return False
 
     def result(self) -> Any:
         return self._work()
@@ -74,6 +85,8 @@ class FakeRunner:
     kv: dict[tuple[int, int], int] = field(default_factory=dict)
     last: dict[int, int] = field(default_factory=dict)
     host: dict[tuple[int, int], int] = field(default_factory=dict)
+    drawn: dict[int, int] = field(default_factory=dict)
+    """By slot: tokens drawn for who holds it."""
     steps: list[list[Row]] = field(default_factory=list)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> LazyFuture:
@@ -108,11 +121,15 @@ class FakeRunner:
                 end=chunk.end,
                 table=list(blocks.table(chunk.sequence.request_id)),
                 samples=chunk.samples,
+                # This chunk's own is pending already.
+                drawn=chunk.sequence.num_output + chunk.sequence.pending_tokens - chunk.samples,
             )
             for chunk in step.chunks
         )
         rows.swapped_out = [(copy.units, copy.places) for _, copy in step.swapped_out]
         rows.swapped_in = [(copy.units, copy.places) for _, copy in step.swapped_in]
+        rows.released = list(step.released)
+        rows.admitted = {sequence.slot: sequence.num_output for sequence in step.admitted}
         return rows
 
     def execute(self, rows: Rows) -> StepResult:
@@ -121,19 +138,28 @@ class FakeRunner:
             for row in rows:  # whoever reads on reads what no model ever wrote
                 self._write(replace(row, inputs=[-1] * (row.end - row.start)))
                 self.last[row.slot] = -1
+                if row.samples and row.slot in self.drawn:
+                    self.drawn[row.slot] += 1
             raise self.failure("the device said no")
         for units, places in rows.swapped_out:
             self._copy(self.kv, units, self.host, places)
         for units, places in rows.swapped_in:
             self._copy(self.host, places, self.kv, units)
+        for slot in rows.released:
+            self.drawn.pop(slot, None)
+        self.drawn.update(rows.admitted)
         for row in rows:
             self._write(row)
-        tokens = []
-        for row in rows:
-            if row.samples:
-                tokens.append(next_token(self._read(row)))
-                self.last[row.slot] = tokens[-1]
+        tokens = [self._draw(row) for row in rows if row.samples]
         return StepResult(tokens, [None] * len(tokens))
+
+    def _draw(self, row: Row) -> int:
+        if row.slot not in self.drawn:
+            raise RuntimeError(f"slot {row.slot} is not admitted")
+        is_misplaced = self.drawn[row.slot] != row.drawn
+        self.drawn[row.slot] += 1
+        self.last[row.slot] = (next_token(self._read(row)) + is_misplaced) % VOCAB
+        return self.last[row.slot]
 
     def _copy(self, source: dict, froms: list[int], target: dict, tos: list[int]) -> None:
         for from_, to in zip(froms, tos, strict=True):

@@ -119,6 +119,16 @@ class DeviceResult:
     _settled: StepResult | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the device is done with it; does not wait."""
+        return self.event is None or self.event.query()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether its grammars have gone on."""
+        return self._settled is not None
+
     def wait(self) -> StepResult:
         """Wait for the device, and let the rows' grammars go on; once, whoever comes first.
 
@@ -280,9 +290,10 @@ class CudaRunner:
     def computed(self, step: Step) -> StepLoad:
         """Return what a step computes: prompts beside decodes, and both padded to a frame."""
         load = step.load
-        if not load.prefill_tokens:
+        decodes = self._decodes(step)
+        if decodes == step.num_tokens:
             return load
-        frame = self._captured_frame(step.chunks, step.num_tokens, load.decodes)
+        frame = self._captured_frame(step.chunks, step.num_tokens, decodes)
         if frame is None:
             return load
         return replace(load, prefill_tokens=frame.tokens, decodes=frame.decodes)
@@ -300,7 +311,7 @@ class CudaRunner:
         chunks = step.chunks
         scored = _scored(chunks)
         longest = max([chunk.end for chunk in chunks])
-        decodes = _leading_decodes(chunks, prompts_apart=self.prefill_weights != "same")
+        decodes = self._decodes(step)
         # Scoring a prompt needs its hidden rows, which graphs keep to themselves.
         captured = None if scored else self._captured_frame(chunks, step.num_tokens, decodes)
         shape = self._shape
@@ -322,6 +333,13 @@ class CudaRunner:
             prompt_rows=scored,
             admissions=[Admission.of(sequence) for sequence in step.admitted],
         )
+
+    def _decodes(self, step: Step) -> int:
+        """Return how many chunks, at the front, are served as decodes."""
+        is_apart = self.prefill_weights != "same"
+        if step.decodes == len(step.chunks) and not is_apart:  # as in most steps
+            return step.decodes
+        return _leading_decodes(step.chunks, prompts_apart=is_apart)
 
     def _captured_frame(
         self, chunks: Sequence[Chunk], num_tokens: int, decodes: int
@@ -459,7 +477,7 @@ class CudaRunner:
         if grammars:
             for result in self._unsettled:
                 result.wait()
-            self._unsettled.clear()
+        self._unsettled = [result for result in self._unsettled if not result.is_settled]
         if self.sampler.are_plain_greedy(slots):
             self.sampler.count_drawn(slots)
         else:

@@ -131,9 +131,7 @@ class DeviceSampler:
         if params.min_tokens:
             blocked = blocked_ids(params, self._eos_token_ids, self.vocab_size)
         is_penalised = bool(
-            params.presence_penalty
-            or params.frequency_penalty
-            or params.repetition_penalty != 1.0
+            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
         )
         state = _Slot(
             params=params,

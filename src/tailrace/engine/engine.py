@@ -65,6 +65,11 @@ _NO_MEMORY = (
 class Executed(Protocol):
     """A step that ran, or will have."""
 
+    @property
+    def is_done(self) -> bool:
+        """Whether it has."""
+        ...
+
     def wait(self) -> StepResult:
         """Return what it brought, once it has."""
         ...
@@ -115,6 +120,13 @@ class _InFlight:
     """Whether it was issued while another was in flight."""
     void: set[Sequence] = field(default_factory=set)
     """Whose chunks continue a step that brought nothing, so that these bring nothing either."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether waiting for it would take no time."""
+        if not self.result.done():
+            return False
+        return self.result.exception() is not None or self.result.result().is_done
 
 
 @dataclass
@@ -267,7 +279,9 @@ class Engine:
         wanted = dict.fromkeys(request_ids)  # an id that comes twice ends its request once
         for request_id in wanted:
             self._forget_arriving(request_id)
-        unstarted = [i for i in wanted if self._compiling.pop(i, None) is not None]
+        unstarted = [i for i in wanted if i in self._compiling]
+        for request_id in unstarted:
+            self._compiling.pop(request_id)[1].cancel()  # nobody waits behind what nobody wants
         found = [self._sequences[i] for i in wanted if i in self._sequences]
         return [
             *(TokenOutput(request_id, [], finish_reason="abort") for request_id in unstarted),
@@ -284,15 +298,21 @@ class Engine:
         return [*refused, *(self._collect(previous) if previous is not None else [])]
 
     def hold_s(self) -> float:
-        """Return for how long `step` may still be put off, so that who comes now is in it."""
+        """Return for how long `step` may still be put off, so that who comes now is in it.
+
+        0 where that brings nobody anything: no place is free, or the step in flight has ended.
+        """
         running = self._in_flight
         if self._late is None or running is None or running.predicted_s is None:
+            return 0.0
+        if not self.scheduler.places_free or running.is_done:
             return 0.0
         began_s = max(running.issued_s, self._last_done_s)
         return max(0.0, self._late.due_s(began_s, running.predicted_s) - self._clock())
 
     def stats(self) -> EngineStats:
         """Describe the engine now."""
+        self._expire_reservations()  # an engine without work takes no step that would
         blocks, count = self.scheduler.blocks, self._counters
         running = self.scheduler.running
         return EngineStats(
@@ -437,13 +457,16 @@ class Engine:
                 continue
             del self._compiling[request.request_id]
             try:
-                late = self._start(request, compiled.result())
-                refused += [late] if late is not None else []
+                grammar = compiled.result()
             except GrammarError as error:
                 refused.append(self._refuse(request, f"the grammar is refused: {error}"))
+                continue
             except Exception:
                 log.exception("grammar_failed")
                 refused.append(self._refuse(request, "the engine failed at this grammar"))
+                continue
+            late = self._start(request, grammar)
+            refused += [late] if late is not None else []
         return refused
 
     def _expire_reservations(self) -> None:
@@ -543,6 +566,9 @@ class Engine:
                 self._settle(chunk, now)
             if result.prompt_logprobs:
                 self._take_prompt_logprobs(chunk, result, index)
+            # Where memory was short, it has sufficed.
+            if chunk.sequence.memory_failures and chunk.end >= chunk.sequence.failed_end:
+                chunk.sequence.memory_failures = 0
             output = self._commit(chunk, result, row, now)
             if output is not None:
                 outputs.append(output)
@@ -558,7 +584,8 @@ class Engine:
         if self._late is not None:
             host_s = in_flight.host_s + result.queue_s
             self._late.observe(device_s=result.device_s, idle_s=idle_s, host_s=host_s)
-        self.step_time.observe(in_flight.load, result.device_s)
+        if not result.prompt_logprobs:  # scoring prompts takes time that no later step does
+            self.step_time.observe(in_flight.load, result.device_s)
         self._counters.steps += 1
         self._counters.step_time_s = now - started
         self._counters.step_tokens = in_flight.step.num_tokens
@@ -682,6 +709,7 @@ class Engine:
         """End every request of a step that raised; the others go on."""
         now = self._clock()
         log.error("step_failed", requests=len(step.chunks), exc_info=error)
+        unheard = self.scheduler.unheard(step)
         # The text may hold paths and the like: it is for the log, not for clients.
         message = f"the engine failed in this request's step ({type(error).__name__})"
         outputs = []
@@ -692,6 +720,10 @@ class Engine:
                 self.scheduler.early.drop(chunk.sequence, forget=True)
             elif chunk.sequence.status is not Status.FINISHED:
                 outputs.append(self._finish(chunk.sequence, "error", now, error=message))
+        following = self._in_flight
+        # What it computed for those who ended may fail too, and the others shall not end with it.
+        outputs += self._collect_void({*unheard, *(chunk.sequence for chunk in step.chunks)})
+        self._tell_again(unheard, following)
         return outputs
 
     def _retry_step(self, in_flight: _InFlight, error: Exception) -> list[TokenOutput]:
@@ -700,7 +732,7 @@ class Engine:
         The KV before them is sound, so nothing else is lost. It is the rows of prompts that take
         memory: who brought some gets a second try and no third; where nobody did, all count.
         """
-        step, outputs = in_flight.step, []
+        step = in_flight.step
         if isinstance(error, DeviceMemoryError):
             self._counters.memory_failures += 1
             log.warning(
@@ -715,10 +747,10 @@ class Engine:
         self.scheduler.retire_copies(step, failed=True)
         for chunk in step.chunks:
             self.scheduler.retire(chunk)
-        following, self._in_flight = self._in_flight, None
-        if following is not None:  # it builds on KV and tokens that were never made
-            following.void = {chunk.sequence for chunk in step.chunks}
-            outputs = self._collect(following)
+        unheard, following = self.scheduler.unheard(step), self._in_flight
+        # What follows builds on KV, tokens and sampling states that were never made.
+        outputs = self._collect_void({*unheard, *(chunk.sequence for chunk in step.chunks)})
+        self._tell_again(unheard, following)
         all_count = step.decodes == len(step.chunks)
         swapped_in = {sequence for sequence, _ in step.swapped_in}
         for chunk in step.chunks:
@@ -726,13 +758,41 @@ class Engine:
                 start = chunk.start
                 if chunk.sequence in swapped_in and chunk.sequence.kv is not None:
                     start = chunk.sequence.kv.cached_tokens  # nobody knows what was copied back
-                counts = all_count or chunk.num_tokens > 1
-                output = self._try_again(chunk.sequence, start, counts=counts)
+                failed_end = chunk.end if all_count or chunk.num_tokens > 1 else None
+                output = self._try_again(chunk.sequence, start, failed_end)
                 outputs += [output] if output is not None else []
         return outputs
 
-    def _try_again(self, sequence: Sequence, start: int, *, counts: bool) -> TokenOutput | None:
-        """Rewind a request to before a chunk that brought nothing, or end it."""
+    def _collect_void(self, lost: set[Sequence]) -> list[TokenOutput]:
+        """Collect the step in flight, if any, in which the chunks of these bring nothing."""
+        following, self._in_flight = self._in_flight, None
+        if following is None:
+            return []
+        following.void = lost
+        return self._collect(following)
+
+    def _tell_again(self, unheard: list[Sequence], following: _InFlight | None) -> None:
+        """Have the runner told again of who was admitted in a step that failed.
+
+        Args:
+            unheard: Had no chunk in that step.
+            following: The step after it, in which their chunks were void.
+        """
+        chunks = [] if following is None else following.step.chunks
+        starts = {chunk.sequence: chunk.start for chunk in chunks}
+        for sequence in unheard:
+            self._try_again(sequence, starts.get(sequence, sequence.num_computed), None)
+
+    def _try_again(
+        self, sequence: Sequence, start: int, failed_end: int | None
+    ) -> TokenOutput | None:
+        """Rewind a request to before a chunk that brought nothing, or end it.
+
+        Args:
+            sequence: Nothing of its is in flight.
+            start: Of the chunk.
+            failed_end: Up to where it found no memory, which counts; None: that was not its doing.
+        """
         if sequence.status is Status.FINISHED:
             return None
         if not sequence.num_output:  # what came of its prompt's scores; none has been sent
@@ -743,9 +803,10 @@ class Engine:
             self.scheduler.blocks.drop_swapped(sequence.request_id)
             sequence.spent.is_behind |= sequence.recover_to > 0
             return None
-        if counts and sequence.memory_failures:
+        if failed_end is not None and sequence.memory_failures:
             return self._finish(sequence, "error", self._clock(), error=_NO_MEMORY, may_retry=True)
-        sequence.memory_failures += counts
+        if failed_end is not None:
+            sequence.memory_failures, sequence.failed_end = 1, failed_end
         self.scheduler.rewind(sequence, start)
         return None
 

@@ -100,6 +100,11 @@ class StepResult:
     completed: frozenset[int] = frozenset()
     """Sampling chunks whose grammar allows nothing after this token."""
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the step has ended: on a CPU, one that was executed has."""
+        return True
+
     def wait(self) -> StepResult:
         """Return this: on a CPU, a step that was executed is done."""
         return self

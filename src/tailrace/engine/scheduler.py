@@ -564,7 +564,18 @@ class Scheduler:
         have counted draws of its that never were.
         """
         sequence.num_computed = num_computed
-        self._rewound.append(sequence)
+        if sequence not in self._rewound:
+            self._rewound.append(sequence)
+
+    @staticmethod
+    def unheard(step: Step) -> list[Sequence]:
+        """Return whose admission was lost with a step that failed, but no chunk: rewind them."""
+        computed = {chunk.sequence for chunk in step.chunks}
+        return [
+            sequence
+            for sequence in step.admitted
+            if sequence.status is Status.RUNNING and sequence not in computed
+        ]
 
     def _swap_out(self, victim: Sequence) -> None:
         """Have the KV of who is preempted copied to the host, where that pays and there is room."""

@@ -92,7 +92,10 @@ class Sequence:
     steps_in_flight: int = 0
     preemptions: int = 0
     memory_failures: int = 0
-    """Steps of its that found no memory on the device."""
+    """Steps of its that found no memory on the device, in a row: computing the same anew, or what
+    comes before it."""
+    failed_end: int = 0
+    """Where the chunk ended that found none; what reaches it again ends the row."""
     cached_tokens: int = 0
     kv: Table | None = None
     """Its units, while it runs."""

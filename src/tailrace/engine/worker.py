@@ -53,6 +53,8 @@ log = structlog.get_logger("tailrace.engine")
 
 # An idle engine wakes so often only to notice that its parent died.
 _IDLE_POLL_MS = 1000
+# An engine that holds its next step looks so often whether the one in flight has ended early.
+_HOLD_POLL_MS = 2
 
 
 class LaunchOrder(msgspec.Struct):
@@ -128,7 +130,9 @@ class Mailbox:
             if message is None or _name_of(identity) in self._forgotten:
                 continue
             self._meet(identity)
-            self._note_owner(identity, message)
+            message = self._own(identity, message)
+            if message is None:
+                continue
             if isinstance(message, Ping):
                 self._frontends[identity].wants_stats = True
             elif isinstance(message, InspectKv):
@@ -178,17 +182,31 @@ class Mailbox:
         self._socket.close()
         self._context.term()
 
-    def _note_owner(self, identity: bytes, message: FrontendMessage) -> None:
-        frontend = self._frontends[identity]
+    def _own(self, identity: bytes, message: FrontendMessage) -> FrontendMessage | None:
+        """Note whose an id is; return what may be done of a message: nobody touches others' ids."""
+        frontend, owners = self._frontends[identity], self._owners
         match message:
             case EngineRequest(request_id=request_id):
-                if self._owners.setdefault(request_id, identity) == identity:
-                    frontend.requests.add(request_id)
-                    frontend.arriving.discard(request_id)
+                if owners.setdefault(request_id, identity) != identity:
+                    fault = f"request id {request_id!r} is another front end's"
+                    frontend.outputs.append(
+                        TokenOutput(request_id, [], finish_reason="error", error=fault)
+                    )
+                    return None
+                frontend.requests.add(request_id)
+                frontend.arriving.discard(request_id)
             case ReserveKv(request_id) | GrowPrompt(request_id):
-                frontend.arriving.add(request_id)
+                if owners.setdefault(request_id, identity) != identity:
+                    return None
+                if request_id not in frontend.requests:
+                    frontend.arriving.add(request_id)
             case AbortRequests(request_ids):
-                frontend.arriving.difference_update(request_ids)
+                own = [i for i in request_ids if owners.get(i, identity) == identity]
+                for request_id in frontend.arriving.intersection(own):
+                    del owners[request_id]  # of what never came whole no output tells the end
+                frontend.arriving.difference_update(own)
+                return AbortRequests(own)
+        return message
 
     def _with_frontends(self, stats: EngineStats) -> EngineStats:
         counts: dict[str, int] = {}
@@ -242,7 +260,7 @@ class Worker:
         while not (self.stopping and not self.engine.has_work):
             self._listen(0 if self.engine.has_work else _IDLE_POLL_MS)
             while (hold_ms := int(1e3 * self.engine.hold_s())) > 0:
-                self._listen(hold_ms)
+                self._listen(min(hold_ms, _HOLD_POLL_MS))
             outputs = self.engine.step() if self.engine.has_work else []
             begun_s = monotonic()
             self.mailbox.post(outputs)
