@@ -277,6 +277,11 @@ class ServerConfig:
         True,
         "Compute prompts while their bodies still arrive, with what complete requests leave over.",
     )
+    share_prefix_cache: bool = setting(
+        False,
+        "Let API keys find each other's cached prefixes. Otherwise, where the server has several "
+        "keys, each finds its own alone: how soon an answer begins tells nothing of others' prompts.",
+    )
     parse_special: bool = setting(
         True,
         "Control tokens spelled in a raw prompt count as such, as in the peers (chat messages "

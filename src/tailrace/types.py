@@ -97,6 +97,8 @@ class GrowPrompt(msgspec.Struct, frozen=True, tag="grow"):
     """Certain if the body goes on as it began."""
     lifetime_s: float
     """Of the first piece: given up where the request has not come by then."""
+    cache_salt: str = ""
+    """Of the first piece: as the request's will be, if its body says nothing of one."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):

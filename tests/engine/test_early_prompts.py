@@ -57,6 +57,21 @@ def test_a_request_goes_on_from_what_was_computed_while_it_arrived():
     assert_empty(bench)
 
 
+def test_early_work_under_a_salt_finds_and_serves_only_that_salts_prefixes():
+    bench = make_bench(num_blocks=64, budget=64)
+    for index, salt in enumerate(("1:a:", "1:b:", "1:a:")):
+        name = f"r-{index}"
+        bench.engine.grow(GrowPrompt(name, 0, PROMPT, 30.0, salt))
+        rest(bench)
+        bench.engine.add(request(name, PROMPT, 3, cache_salt=salt))
+        bench.run()
+        assert bench.tokens[name] == expected_output(PROMPT, 3, frozenset())
+    stats = bench.engine.stats()
+    assert stats.early_dropped_tokens_total == 0
+    assert stats.early_used_tokens_total == 64  # the third finds what the first has left
+    assert_empty(bench)
+
+
 @pytest.mark.parametrize(
     ("ids", "options"),
     [

@@ -85,6 +85,7 @@ class FakeEngine:
         """Ids of prompts that are still arriving."""
         self.taken_over: dict[str, list[int]] = {}
         """The same, of those that have come whole."""
+        self.grown_salts: dict[str, str] = {}
         self.pids: dict[str, int] = {}
         self.requests: list[EngineRequest] = []
         """All that were submitted, in order."""
@@ -131,8 +132,9 @@ class FakeEngine:
         del lifetime_s
         self.reserved[request_id] = num_tokens
 
-    def grow(self, request_id, start, token_ids, lifetime_s) -> None:
+    def grow(self, request_id, start, token_ids, lifetime_s, cache_salt="") -> None:
         del lifetime_s
+        self.grown_salts[request_id] = cache_salt
         known = self.grown.setdefault(request_id, [])
         assert start == len(known), "pieces of a prompt follow on one another"
         known.extend(token_ids)

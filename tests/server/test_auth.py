@@ -157,6 +157,41 @@ def test_each_named_key_opens_beside_the_one_without_a_name_and_tells_its_name(t
         assert answer.status_code == 400
 
 
+def salts(tiny_folder, config, askers):
+    """Return the engine's salt for each key and body salt."""
+    with running_app(tiny_folder, config=config) as app:
+        for key, salt in askers:
+            body = {"prompt": "Hi", "max_tokens": 1, "cache_salt": salt}
+            assert app.post("/generate", body, headers=bearer(key)).status_code == 200
+        return [asked.cache_salt for asked in app.engine.requests]
+
+
+def test_of_several_keys_each_finds_its_own_cached_prefixes_alone(tiny_folder):
+    access = Access((named("a", "key-a"), named("a-b", "key-b")))
+    config = Config(server=ServerConfig(api_key=KEY), access=access)
+    askers = [(key, salt) for key in (KEY, "key-a", "key-b") for salt in ("", "s", "1:a:", "0::s")]
+    found = salts(tiny_folder, config, [*askers, ("key-a", "s")])
+    assert len(set(found)) == len(askers)
+    assert found[-1] == found[askers.index(("key-a", "s"))]  # the same key and salt: shared
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(server=ServerConfig(api_key="k")),
+        Config(access=Access((named("a", "k"),))),
+        Config(),
+        Config(
+            server=ServerConfig(api_key="k", share_prefix_cache=True),
+            access=Access((named("a", "key-a"),)),
+        ),
+    ],
+    ids=["one", "one named", "none", "shared by choice"],
+)
+def test_one_key_or_none_or_the_operators_word_leaves_salts_to_bodies(tiny_folder, config):
+    assert salts(tiny_folder, config, [("k", ""), ("k", "s")]) == ["", "s"]
+
+
 def test_named_keys_alone_close_the_door(tiny_folder):
     with running_app(tiny_folder, config=Config(access=Access((named("a", "key-a"),)))) as app:
         assert app.get("/v1/models").status_code == 401

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
+from tailrace.access import Access, KeyClass, KeyHolder
 from tailrace.config import Config, ServerConfig
 from tailrace.errors import RequestError
 from tailrace.server import early_encoding
@@ -397,9 +398,9 @@ def offered(text, path, body, config=None):
     services = make_services(None, text=text, config=config)
     pieces, grow = [], services.engine.grow
 
-    def noted(request_id, start, token_ids, lifetime_s):
+    def noted(request_id, start, token_ids, lifetime_s, cache_salt):
         pieces.extend(token_ids)
-        grow(request_id, start, token_ids, lifetime_s)
+        grow(request_id, start, token_ids, lifetime_s, cache_salt)
 
     services.engine.grow = noted
 
@@ -421,6 +422,37 @@ def test_the_engine_is_offered_the_ids_as_they_come(text, soon):
         pieces, ids = offered(text, path, body)
         assert len(pieces) > 0.9 * len(ids)
         assert pieces == ids[: len(pieces)]  # the BOS is its first
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/completions", "prompt"),
+        ("/generate", "prompt"),
+        ("/v1/chat/completions", "messages"),
+        ("/v1/messages", "messages"),
+    ],
+)
+def test_what_is_offered_stands_under_the_salt_that_the_keys_request_will_have(
+    text, soon, path, field
+):
+    value = LONG if field == "prompt" else [{"role": "user", "content": LONG}]
+    body = as_body([("model", "tiny"), ("max_tokens", 2), (field, value)])
+    kind = KeyClass(name="c")
+    holders = tuple(KeyHolder(name=n, key=f"key-{n}", key_class=kind) for n in ("a", "b"))
+    is_odd = field == "messages" and "messages\n" in text.chat_template.render(value)
+    salts = []
+    for holder in holders:
+        services = make_services(None, text=text, config=Config(access=Access(holders)))
+        asking = InParts(in_bytes(body))
+        asking.holder = holder
+        asyncio.run(ROUTES["POST", path](services, asking))
+        (asked,) = services.engine.requests
+        offered_under = {} if is_odd else {asked.request_id: asked.cache_salt}
+        assert services.engine.grown_salts == offered_under
+        salts.append(asked.cache_salt)
+    assert "" not in salts
+    assert salts[0] != salts[1]
 
 
 def test_a_chat_is_offered_after_messages_that_stay_as_they_are(text, soon):

@@ -122,7 +122,9 @@ class DeviceResult:
     @property
     def is_done(self) -> bool:
         """Whether the device is done with it; does not wait."""
-        return self.event is None or self.event.query()
+        if self.event is None:
+            return True
+        return bool(self.event.query())  # type: ignore[no-untyped-call]  # torch's own gap
 
     @property
     def is_settled(self) -> bool:

@@ -272,7 +272,7 @@ class Engine:
             self.reserve(ReserveKv(request_id, len(ids), piece.lifetime_s))
             now = self._clock()
             self._reserved.setdefault(request_id, now + piece.lifetime_s)
-            early.add(Sequence.arriving(request_id, ids, now))
+            early.add(Sequence.arriving(request_id, ids, now, piece.cache_salt))
 
     def abort(self, request_ids: Iterable[str]) -> list[TokenOutput]:
         """Forget requests; return a final output for each that was known."""

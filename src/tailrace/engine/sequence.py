@@ -126,13 +126,16 @@ class Sequence:
         return sequence
 
     @classmethod
-    def arriving(cls, request_id: str, token_ids: list[int], arrival_s: float) -> Sequence:
+    def arriving(
+        cls, request_id: str, token_ids: list[int], arrival_s: float, cache_salt: str = ""
+    ) -> Sequence:
         """Make a sequence of a prompt's beginning; what is not known yet is as most have it."""
         sequence = cls._empty(request_id)
         sequence.status = Status.ARRIVING
         sequence.token_ids = list(token_ids)
         sequence.num_prompt = len(token_ids)
         sequence.arrival_s = arrival_s
+        sequence.cache_salt = cache_salt
         return sequence
 
     def begins(self, request: EngineRequest) -> bool:

@@ -90,6 +90,7 @@ async def answer(
         timeline=request.timeline,
         wants_metrics=job.terms.returns_metrics or request.wants_timing,
         standing=standing,
+        cache_scope=services.cache_scope(request.holder),
     )
     request.at_end(
         lambda delivered_s: generation.when_told(

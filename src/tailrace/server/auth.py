@@ -40,6 +40,11 @@ class KeyRing:
         """Whether everyone may come in."""
         return not self._holders
 
+    @property
+    def are_several(self) -> bool:
+        """Whether there is more than one key."""
+        return len(self._holders) > 1
+
     def knows(self, key: bytes) -> bool:
         """Whether it is one of the server's."""
         return self._digest(key) in self._holders

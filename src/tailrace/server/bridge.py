@@ -172,7 +172,14 @@ class Bridge:
             self._reserved.add(request_id)
             self._send(ReserveKv(request_id, num_tokens, lifetime_s))
 
-    def grow(self, request_id: str, start: int, token_ids: list[int], lifetime_s: float) -> None:
+    def grow(
+        self,
+        request_id: str,
+        start: int,
+        token_ids: list[int],
+        lifetime_s: float,
+        cache_salt: str = "",
+    ) -> None:
         """Offer a piece of a prompt whose body is still arriving; see `EngineClient`.
 
         Does nothing while the engine is not ready. A restarted one ignores what follows on pieces
@@ -180,7 +187,7 @@ class Bridge:
         """
         if self._state is EngineState.READY:
             self._reserved.add(request_id)
-            self._send(GrowPrompt(request_id, start, token_ids, lifetime_s))
+            self._send(GrowPrompt(request_id, start, token_ids, lifetime_s, cache_salt))
 
     async def inspect_kv(self) -> KvReport:
         """Have the KV pool checked and described.

@@ -74,13 +74,17 @@ class EarlyEncoding(Generic[_T]):
         services: Of the server; one that would refuse the request now encodes nothing early.
         source: What to look for, and what to do with it.
         kind: What the request's id begins with.
+        cache_scope: The request's; see `Services.cache_scope`.
     """
 
-    def __init__(self, services: Services, source: _Source[_T], kind: str) -> None:
+    def __init__(
+        self, services: Services, source: _Source[_T], kind: str, cache_scope: str = ""
+    ) -> None:
         self.job_id = f"{kind}{uuid.uuid4().hex}"
         """The request's, if it comes to that: its first sequence takes the lease over."""
         self._services = services
         self._source = source
+        self._cache_scope = cache_scope
         self._is_leased = False
         self._offered = 0
         """Ids that the engine was offered."""
@@ -166,7 +170,7 @@ class EarlyEncoding(Generic[_T]):
         may_compute = server.early_prefill and _BARS_PREFILL.isdisjoint(self._json.keys)
         ids = source.certain_ids(self._offered) if may_compute else []
         if ids:
-            engine.grow(name, self._offered, ids, server.body_timeout_s)
+            engine.grow(name, self._offered, ids, server.body_timeout_s, self._cache_scope)
             self._offered += len(ids)
 
     def _give_up(self) -> None:
@@ -518,11 +522,15 @@ def _context_length(services: Services) -> int:
     return services.engine.ready.context_length if services.engine.ready else 0
 
 
-def early_prompt(services: Services, kind: str, *names: str) -> EarlyEncoding[str]:
+def early_prompt(
+    services: Services, kind: str, *names: str, cache_scope: str = ""
+) -> EarlyEncoding[str]:
     """Return the early encoding of a text under one of some names at the top of the body."""
-    return EarlyEncoding(services, EarlyPrompt(services, frozenset(names)), kind)
+    return EarlyEncoding(services, EarlyPrompt(services, frozenset(names)), kind, cache_scope)
 
 
-def early_chat(services: Services, kind: str, system: str = "") -> EarlyEncoding[list[Span]]:
+def early_chat(
+    services: Services, kind: str, system: str = "", *, cache_scope: str = ""
+) -> EarlyEncoding[list[Span]]:
     """Return the early encoding of a chat, whose system's text may have a field of its own."""
-    return EarlyEncoding(services, EarlyChat(services, system), kind)
+    return EarlyEncoding(services, EarlyChat(services, system), kind, cache_scope)

@@ -114,7 +114,14 @@ class EngineClient(Protocol):
         """
         ...
 
-    def grow(self, request_id: str, start: int, token_ids: list[int], lifetime_s: float) -> None:
+    def grow(
+        self,
+        request_id: str,
+        start: int,
+        token_ids: list[int],
+        lifetime_s: float,
+        cache_salt: str = "",
+    ) -> None:
         """Offer a piece of a prompt whose body is still arriving, to be computed early.
 
         Args:
@@ -122,6 +129,7 @@ class EngineClient(Protocol):
             start: Where the piece stands in the prompt; pieces follow on one another.
             token_ids: Certain if the body goes on as it began.
             lifetime_s: Given up by itself so long after the first piece.
+            cache_salt: Under which its prefixes are looked for; of the first piece.
         """
         ...
 

@@ -140,6 +140,7 @@ class Generation:
         timeline: The HTTP request's; None makes one that begins with the job.
         wants_metrics: Whether the answer tells where its time went.
         standing: What it is worth beside others; None: as the body asks, without a key.
+        cache_scope: See `Services.cache_scope`.
     """
 
     services: Services
@@ -149,6 +150,7 @@ class Generation:
     timeline: Timeline | None = None
     wants_metrics: bool = False
     standing: Standing | None = None
+    cache_scope: str = ""
     completion_tokens: int = 0
     finish_reason: str = ""
     """Why it ended: stop, length, or what `close` was told."""
@@ -366,7 +368,7 @@ class Generation:
             key=standing.key,
             share=standing.share,
             max_sequences=standing.max_sequences,
-            cache_salt=job.terms.cache_salt,
+            cache_salt=self.cache_scope + job.terms.cache_salt,
         )
         choice = Choice(index, self.tokenizer, job.terms.text_rules, sampling.stop_token_ids)
         queue = self.services.engine.submit(request)

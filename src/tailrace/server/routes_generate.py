@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 async def generate(services: Services, request: Request) -> None:
     """POST /generate."""
     received_s = request.timeline.received_s
-    with early_prompt(services, "gen-", "prompt", "text") as early:
+    scope = services.cache_scope(request.holder)
+    with early_prompt(services, "gen-", "prompt", "text", cache_scope=scope) as early:
         body = await request.decode(GenerateBody, early.see)
         text, limits = check_open(services)
         check_model(body.model, text)

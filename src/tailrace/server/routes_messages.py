@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 async def messages(services: Services, request: Request) -> None:
     """POST /v1/messages."""
     received_s = request.timeline.received_s
-    with early_chat(services, "msg_", system="system") as early:
+    scope = services.cache_scope(request.holder)
+    with early_chat(services, "msg_", system="system", cache_scope=scope) as early:
         body = await request.decode(MessagesBody, early.see)
         text, limits = check_open(services)
         _check_model(body, text)

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 async def completions(services: Services, request: Request) -> None:
     """POST /v1/completions."""
     received_s = request.timeline.received_s
-    with early_prompt(services, "cmpl-", "prompt") as early:
+    scope = services.cache_scope(request.holder)
+    with early_prompt(services, "cmpl-", "prompt", cache_scope=scope) as early:
         body = await request.decode(CompletionBody, early.see)
         text, limits = check_open(services)
         check_model(body.model, text)
@@ -65,7 +66,8 @@ async def completions(services: Services, request: Request) -> None:
 async def chat_completions(services: Services, request: Request) -> None:
     """POST /v1/chat/completions."""
     received_s = request.timeline.received_s
-    with early_chat(services, "chatcmpl-") as early:
+    scope = services.cache_scope(request.holder)
+    with early_chat(services, "chatcmpl-", cache_scope=scope) as early:
         body = await request.decode(ChatBody, early.see)
         text, limits = check_open(services)
         check_model(body.model, text)

@@ -13,6 +13,7 @@ from tailrace.server.outbox import Outbox
 from tailrace.telemetry.rates import RateWindow
 
 if TYPE_CHECKING:
+    from tailrace.access import KeyHolder
     from tailrace.config import Config
     from tailrace.server.engine_client import EngineClient
     from tailrace.telemetry.metrics import Metrics
@@ -83,6 +84,19 @@ class Services:
         if stats is None or stats.place_free_s is None:
             return None
         return min(MOST_RETRY_S, max(0.0, stats.time_s + stats.place_free_s - monotonic()))
+
+    def cache_scope(self, holder: KeyHolder | None) -> str:
+        """Return what the prefix-cache salts of a key's requests begin with; "": they share.
+
+        Whatever salts bodies ask for, no salt of one scope is one of another.
+
+        Args:
+            holder: Whose key a request brought; None: the one without a name, or none.
+        """
+        if self.config.server.share_prefix_cache or not self.keys.are_several:
+            return ""
+        name = "" if holder is None else holder.name
+        return f"{len(name)}:{name}:"
 
     @property
     def places(self) -> int:
