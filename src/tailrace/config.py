@@ -279,8 +279,8 @@ class ServerConfig:
     )
     share_prefix_cache: bool = setting(
         False,
-        "Let API keys find each other's cached prefixes. Otherwise, where the server has several "
-        "keys, each finds its own alone: how soon an answer begins tells nothing of others' prompts.",
+        "Let API keys find each other's cached prefixes. Otherwise each of several keys finds its "
+        "own alone: how soon an answer begins tells nothing of others' prompts.",
     )
     parse_special: bool = setting(
         True,
