@@ -281,11 +281,11 @@ def score_prompt(
     """Log-probabilities of known next tokens, a slice at a time to bound the logits' size."""
     scores: list[TokenLogprobs] = []
     span = hidden[rows.rows]
+    targets = torch.tensor(rows.targets, device=hidden.device)
     for low in range(0, len(rows.targets), _SCORE_ROWS):
         part = slice(low, low + _SCORE_ROWS)
         logits = model.logits(span[part]).float()
-        targets = torch.tensor(rows.targets[part], device=logits.device)
-        scores += sampler.prompt_logprobs(logits, targets, rows.top_n)
+        scores += sampler.prompt_logprobs(logits, targets[part], rows.top_n)
     return scores
 
 

@@ -203,7 +203,7 @@ class Mailbox:
             case AbortRequests(request_ids):
                 own = [i for i in request_ids if owners.get(i, identity) == identity]
                 for request_id in frontend.arriving.intersection(own):
-                    del owners[request_id]  # of what never came whole no output tells the end
+                    owners.pop(request_id, None)  # what never came whole ends without an output
                 frontend.arriving.difference_update(own)
                 return AbortRequests(own)
         return message
