@@ -187,6 +187,13 @@ def test_an_end_of_sequence_token_ends_it_where_more_could_follow(folder, gramma
     assert ran.text("a").isdigit()
 
 
+def test_a_result_that_is_settled_is_not_kept_for_the_next_grammar(folder, grammars):
+    engine = make_engine(folder, grammars, kind="gpu")
+    run(engine, [request("a", LLMatcher.grammar_from_regex("y"))])
+    run(engine, [request("b", max_tokens=1)])
+    assert engine.runner._unsettled == []
+
+
 def test_max_tokens_cuts_with_length_and_a_complete_one_is_a_stop(folder, grammars):
     yes = LLMatcher.grammar_from_regex("yes")
     ran = run(
