@@ -210,6 +210,7 @@ def hopper_int4_cases(kind: int) -> Iterator[Case]:
         rings = {
             "codes_desc": f"tensordesc<i16[{128 * sides}, {chunk // 4}],{layouts[chunk // 4]!r}>",
             "x_desc": f"tensordesc<{half}[{rows // pieces}, {chunk}],{layouts[chunk]!r}>",
+            "meta_desc": f"tensordesc<i32[1, {128 * sides}],{triton_hopper_int4.META_LAYOUT!r}>",
         }
         constants = {"PIECES": pieces, "CHUNKS_A_GROUP": 1, "HAS_BIAS": True, "STAGES": stages}
         yield Case(

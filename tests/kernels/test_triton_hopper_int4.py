@@ -77,7 +77,7 @@ def test_rings_hold_several_units_and_fit(rows, chunk):
     assert sorted(hopper.CANDIDATES) == [16, 32, 64, 128]
     for shape in hopper.CANDIDATES[rows]:
         stages = shape.stages(rows, chunk)
-        unit = shape.sides * 128 * chunk // 2 + rows * chunk * 2
+        unit = shape.sides * 128 * (chunk // 2 + 4) + rows * chunk * 2
         assert stages >= 4
         assert stages * unit * shape.programs < 227 * 1024
 

@@ -79,10 +79,16 @@ def _weights(codes, meta, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _meta(meta_ptr, chunk, outputs, padded_n, CHUNKS_A_GROUP: gl.constexpr):
-    """Return the scales and zero points of a chunk: int32 [outputs]."""
-    at = meta_ptr + (chunk // CHUNKS_A_GROUP) * padded_n + outputs
-    return gl.load(at, mask=outputs < padded_n, other=0)
+def _meta(meta_ring, slot, first, sums: gl.constexpr):
+    """Return the scales and zero points of a half's outputs: int32 [HALF]."""
+    return meta_ring.index(slot).slice(first, HALF).load(gl.SliceLayout(1, sums))
+
+
+@gluon.jit
+def _flat(ring):
+    """Return int32 [STAGES, BLOCK_N] of a ring of rows, [STAGES, 1, BLOCK_N]."""
+    order: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return ring._reinterpret(gl.int32, [ring.shape[0], ring.shape[2]], order)
 
 
 @gluon.jit
@@ -91,10 +97,10 @@ def _scale(meta):
 
 
 @gluon.jit
-def _produce(descs, rings, bars, low, high, sizes):
+def _produce(descs, rings, bars, low, high, sizes, CHUNKS_A_GROUP: gl.constexpr):
     """Keep the rings full, a unit a slot."""
-    codes_desc, x_desc = descs
-    codes_ring, x_ring = rings
+    codes_desc, x_desc, meta_desc = descs
+    codes_ring, x_ring, meta_ring = rings
     full, free = bars
     N, padded_n, num_rows, chunks, units, span = sizes
     STAGES: gl.constexpr = codes_ring.shape[0]
@@ -109,9 +115,17 @@ def _produce(descs, rings, bars, low, high, sizes):
     for _ in range(low, high):
         bar = full.index(slot)
         mbarrier.wait(free.index(slot), phase)
-        mbarrier.expect(bar, codes_desc.block_type.nbytes + PIECES * x_desc.block_type.nbytes)
+        mbarrier.expect(
+            bar,
+            codes_desc.block_type.nbytes
+            + PIECES * x_desc.block_type.nbytes
+            + meta_desc.block_type.nbytes,
+        )
         at = chunk * padded_n + tile * BLOCK_N
         tma.async_copy_global_to_shared(codes_desc, [at, 0], bar, codes_ring.index(slot))
+        tma.async_copy_global_to_shared(
+            meta_desc, [chunk // CHUNKS_A_GROUP, tile * BLOCK_N], bar, meta_ring.index(slot)
+        )
         for piece in gl.static_range(PIECES):
             tma.async_copy_global_to_shared(
                 x_desc, [piece * PIECE, chunk * CHUNK], bar, x_ring.index(slot * PIECES + piece)
@@ -232,12 +246,12 @@ def _consume_narrow(
     common,
     side: gl.constexpr,
     SIDES: gl.constexpr,
-    CHUNKS_A_GROUP: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):
     """Multiply one side of each unit by up to 64 rows: one half unpacks, the other multiplies."""
-    rings, bars, meta_ptr, pointers, sizes, low, high = common
-    codes_ring, x_ring = rings
+    rings, bars, pointers, sizes, low, high = common
+    codes_ring, x_ring, meta_rows = rings
+    meta_ring = _flat(meta_rows)
     full, free = bars
     bias_ptr, out_ptr, part_ptr, arrivals = pointers
     N, padded_n, num_rows, chunks, units, span = sizes
@@ -246,7 +260,6 @@ def _consume_narrow(
     dtype: gl.constexpr = x_ring.dtype
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
-    inner = gl.arange(0, HALF, layout=gl.SliceLayout(1, sums))
     zero = gl.zeros([HALF, ROWS], gl.float32, layout=sums)
     slot = 0
     phase = 0
@@ -254,29 +267,24 @@ def _consume_narrow(
         begin = gl.maximum(low - tile * chunks, 0)
         end = gl.minimum(high - tile * chunks, chunks)
         output = (tile * SIDES + side) * SIDE
-        meta0 = _meta(meta_ptr, begin, output + inner, padded_n, CHUNKS_A_GROUP)
-        meta1 = _meta(meta_ptr, begin, output + HALF + inner, padded_n, CHUNKS_A_GROUP)
         acc0 = zero
         acc1 = zero
         for chunk in range(begin, end):
             mbarrier.wait(full.index(slot), phase)
             x = x_ring.index(slot).permute((1, 0))
             codes = codes_ring.index(slot)
+            meta0 = _meta(meta_ring, slot, side * SIDE, sums)
+            meta1 = _meta(meta_ring, slot, side * SIDE + HALF, sums)
             w0 = _weights(codes.slice(side * SIDE, HALF).load(left), meta0, dtype, left)
             part0 = warpgroup_mma(w0, x, zero, use_acc=False, is_async=True)
             w1 = _weights(codes.slice(side * SIDE + HALF, HALF).load(left), meta1, dtype, left)
             part1 = warpgroup_mma(w1, x, zero, use_acc=False, is_async=True)
-            scale0 = _scale(meta0)
-            scale1 = _scale(meta1)
-            following = gl.minimum(chunk + 1, end - 1)
-            meta0 = _meta(meta_ptr, following, output + inner, padded_n, CHUNKS_A_GROUP)
-            meta1 = _meta(meta_ptr, following, output + HALF + inner, padded_n, CHUNKS_A_GROUP)
             part0, w0 = warpgroup_mma_wait(1, deps=[part0, w0])
-            acc0 += part0 * scale0
+            acc0 += part0 * _scale(meta0)
             part1, w1 = warpgroup_mma_wait(0, deps=[part1, w1])
             gl.thread_barrier()  # all four warps are done with the slot
             mbarrier.arrive(free.index(slot), count=1)
-            acc1 += part1 * scale1
+            acc1 += part1 * _scale(meta1)
             slot += 1
             if slot == STAGES:
                 slot = 0
@@ -302,7 +310,6 @@ def _consume_wide(
     common,
     side: gl.constexpr,
     SIDES: gl.constexpr,
-    CHUNKS_A_GROUP: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):
     """Multiply one side of each unit by two pieces of 64 rows.
@@ -310,8 +317,9 @@ def _consume_wide(
     Sums fill most registers: one product is in flight at a time, and what overlaps it is the other
     side's work.
     """
-    rings, bars, meta_ptr, pointers, sizes, low, high = common
-    codes_ring, x_ring = rings
+    rings, bars, pointers, sizes, low, high = common
+    codes_ring, x_ring, meta_rows = rings
+    meta_ring = _flat(meta_rows)
     full, free = bars
     bias_ptr, out_ptr, part_ptr, arrivals = pointers
     N, padded_n, num_rows, chunks, units, span = sizes
@@ -321,7 +329,6 @@ def _consume_wide(
     dtype: gl.constexpr = x_ring.dtype
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
-    inner = gl.arange(0, HALF, layout=gl.SliceLayout(1, sums))
     zero = gl.zeros([HALF, PIECE], gl.float32, layout=sums)
     slot = 0
     phase = 0
@@ -329,8 +336,6 @@ def _consume_wide(
         begin = gl.maximum(low - tile * chunks, 0)
         end = gl.minimum(high - tile * chunks, chunks)
         output = (tile * SIDES + side) * SIDE
-        meta0 = _meta(meta_ptr, begin, output + inner, padded_n, CHUNKS_A_GROUP)
-        meta1 = _meta(meta_ptr, begin, output + HALF + inner, padded_n, CHUNKS_A_GROUP)
         acc00 = zero
         acc01 = zero
         acc10 = zero
@@ -340,6 +345,8 @@ def _consume_wide(
             x0 = x_ring.index(2 * slot).permute((1, 0))
             x1 = x_ring.index(2 * slot + 1).permute((1, 0))
             codes = codes_ring.index(slot)
+            meta0 = _meta(meta_ring, slot, side * SIDE, sums)
+            meta1 = _meta(meta_ring, slot, side * SIDE + HALF, sums)
             w = _weights(codes.slice(side * SIDE, HALF).load(left), meta0, dtype, left)
             part = warpgroup_mma(w, x0, zero, use_acc=False, is_async=True)
             part = warpgroup_mma_wait(0, deps=[part])
@@ -352,14 +359,10 @@ def _consume_wide(
             part = warpgroup_mma_wait(0, deps=[part])
             acc10 += part * _scale(meta1)
             part = warpgroup_mma(w, x1, zero, use_acc=False, is_async=True)
-            scale = _scale(meta1)
-            following = gl.minimum(chunk + 1, end - 1)
-            meta0 = _meta(meta_ptr, following, output + inner, padded_n, CHUNKS_A_GROUP)
-            meta1 = _meta(meta_ptr, following, output + HALF + inner, padded_n, CHUNKS_A_GROUP)
             part, w = warpgroup_mma_wait(0, deps=[part, w])
             gl.thread_barrier()  # all four warps are done with the slot
             mbarrier.arrive(free.index(slot), count=1)
-            acc11 += part * scale
+            acc11 += part * _scale(meta1)
             slot += 1
             if slot == STAGES:
                 slot = 0
@@ -391,21 +394,20 @@ def _consume(
     common,
     side: gl.constexpr,
     SIDES: gl.constexpr,
-    CHUNKS_A_GROUP: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):
     rings = common[0]
     if rings[0].shape[0] == rings[1].shape[0]:
-        _consume_narrow(common, side, SIDES, CHUNKS_A_GROUP, HAS_BIAS)
+        _consume_narrow(common, side, SIDES, HAS_BIAS)
     else:
-        _consume_wide(common, side, SIDES, CHUNKS_A_GROUP, HAS_BIAS)
+        _consume_wide(common, side, SIDES, HAS_BIAS)
 
 
 @gluon.jit(do_not_specialize=["num_rows", "chunks", "units", "span"])
 def int4_hopper_kernel(
     codes_desc,
     x_desc,
-    meta_ptr,
+    meta_desc,
     bias_ptr,
     out_ptr,
     part_ptr,
@@ -431,6 +433,7 @@ def int4_hopper_kernel(
     x_ring = gl.allocate_shared_memory(
         x_desc.dtype, [STAGES * PIECES, PIECE, QUARTER * 4], x_desc.layout
     )
+    meta_ring = gl.allocate_shared_memory(gl.int32, [STAGES, 1, BLOCK_N], meta_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
@@ -438,17 +441,18 @@ def int4_hopper_kernel(
         mbarrier.init(free.index(slot), count=SIDES)
     low = gl.program_id(0) * span
     high = gl.minimum(low + span, units)
-    rings = (codes_ring, x_ring)
+    rings = (codes_ring, x_ring, meta_ring)
     bars = (full, free)
     pointers = (bias_ptr, out_ptr, part_ptr, arrivals)
     sizes = (N, padded_n, num_rows, chunks, units, span)
-    producer = ((codes_desc, x_desc), rings, bars, low, high, sizes)
-    common = (rings, bars, meta_ptr, pointers, sizes, low, high)
+    descs = (codes_desc, x_desc, meta_desc)
+    producer = (descs, rings, bars, low, high, sizes, CHUNKS_A_GROUP)
+    common = (rings, bars, pointers, sizes, low, high)
     if SIDES == 2:
         gl.warp_specialize(
             [
-                (_consume, (common, 0, SIDES, CHUNKS_A_GROUP, HAS_BIAS)),
-                (_consume, (common, 1, SIDES, CHUNKS_A_GROUP, HAS_BIAS)),
+                (_consume, (common, 0, SIDES, HAS_BIAS)),
+                (_consume, (common, 1, SIDES, HAS_BIAS)),
                 (_produce, producer),
             ],
             [4, 1],
@@ -456,7 +460,7 @@ def int4_hopper_kernel(
         )
     else:
         gl.warp_specialize(
-            [(_consume, (common, 0, SIDES, CHUNKS_A_GROUP, HAS_BIAS)), (_produce, producer)],
+            [(_consume, (common, 0, SIDES, HAS_BIAS)), (_produce, producer)],
             [1],
             [24],
         )
@@ -475,7 +479,7 @@ class HopperShape:
 
     def stages(self, rows: int, chunk: int) -> int:
         """Return how many units the ring holds, for tiles of so many rows."""
-        unit = self.sides * _SIDE * chunk // 2 + rows * chunk * 2
+        unit = self.sides * _SIDE * (chunk // 2 + 4) + rows * chunk * 2
         return min(_MOST_STAGES, (_SHARED_BYTES // self.programs - _OTHER_SHARED_BYTES) // unit)
 
     def cut(self, outputs: int, chunks: int, multiprocessors: int) -> tuple[int, int, int]:
@@ -540,6 +544,10 @@ def reserved_parts(outputs: int, chunks: int, device: torch.device) -> int:
     )
 
 
+META_LAYOUT = gl.NVMMASharedLayout(0, 32, 2)
+"""Scales and zero points in shared memory: one row, as it is."""
+
+
 def shared_layout(columns: int) -> gl.NVMMASharedLayout:
     """Return the order of 16-bit rows in shared memory, swizzled over up to 128 bytes."""
     return gl.NVMMASharedLayout(min(128, 2 * columns), 16, 2)
@@ -587,10 +595,12 @@ def int4_hopper(
         [block_m // pieces, weight.chunk],
         shared_layout(weight.chunk),
     )
+    groups = weight.meta.shape[0]
+    meta = TensorDescriptor(weight.meta, [groups, padded], [padded, 1], [1, block_n], META_LAYOUT)
     int4_hopper_kernel[(programs,)](
         codes,
         x,
-        weight.meta,
+        meta,
         x_TI if bias_O is None else bias_O,
         out_TO,
         scratch.parts,
