@@ -197,13 +197,15 @@ def hopper_int4_cases(kind: int) -> Iterator[Case]:
     if kind < HOPPER:
         return
     kinds = {
-        (rows, chunk, shape.sides, shape.stages(rows, chunk))
+        (rows, chunk, shape.words): (rows, chunk, shape)
         for rows, shapes in triton_hopper_int4.CANDIDATES.items()
-        for shape in shapes
+        for shape in (replace(shape, least_span=4) for shape in shapes)
         for chunk in (64, 128)
         if chunk == 128 or shape.sides == 2
     }
-    for rows, chunk, sides, stages in sorted(kinds):
+    for rows, chunk, shape in kinds.values():
+        registers, side_registers = shape.registers
+        sides, stages = shape.sides, shape.stages(rows, chunk)
         half = "bf16" if chunk == 128 else "fp16"
         pieces = 2 if rows > 64 else 1
         layouts = {width: triton_hopper_int4.shared_layout(width) for width in (chunk, chunk // 4)}
@@ -212,11 +214,14 @@ def hopper_int4_cases(kind: int) -> Iterator[Case]:
             "x_desc": f"tensordesc<{half}[{rows // pieces}, {chunk}],{layouts[chunk]!r}>",
             "meta_desc": f"tensordesc<i32[1, {128 * sides}],{triton_hopper_int4.META_LAYOUT!r}>",
         }
-        constants = {"PIECES": pieces, "CHUNKS_A_GROUP": 1, "HAS_BIAS": True, "STAGES": stages}
+        constants = {
+            "PIECES": pieces, "CHUNKS_A_GROUP": 1, "HAS_BIAS": True, "STAGES": stages,
+            "ORDER": shape.order, "REGISTERS": side_registers,
+        }  # fmt: skip
         yield Case(
-            f"hopper_int4 {rows}/{chunk} x {sides}", triton_hopper_int4.int4_hopper_kernel,
+            f"hopper_int4 {rows}/{chunk} {shape.words}", triton_hopper_int4.int4_hopper_kernel,
             constants, types={**_int4_types(half), **rings},
-            registers=triton_hopper_int4.REGISTERS[sides], source=GluonASTSource,
+            registers=registers, source=GluonASTSource,
         )  # fmt: skip
 
 

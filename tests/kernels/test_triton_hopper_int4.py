@@ -19,7 +19,11 @@ hopper = pytest.importorskip(
 )
 
 SHAPES = sorted(
-    {(shape.sides, shape.programs, shape.least_span) for shape in hopper.CANDIDATES[16]}
+    {
+        (shape.sides, shape.programs, shape.least_span, shape.order)
+        for shapes in hopper.CANDIDATES.values()
+        for shape in shapes
+    }
 )
 LAYERS = [(48, 1), (4608, 28), (3584, 28), (37888, 28), (3584, 148), (200, 10), (257, 3)]
 """Outputs, chunks."""
@@ -43,9 +47,15 @@ def runs_of(cut, chunks):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_unit_is_done_once_and_parts_do_not_meet(outputs, chunks, shape):
     shape = hopper.HopperShape(*shape)
+    if not shape.fits(chunks):
+        assert shape.order == "two units"
+        assert chunks % 2
+        return
     cut = tiles, span, programs = shape.cut(outputs, chunks, 132)
     assert programs <= 132 * shape.programs, "a second wave would leave a tail"
     runs = runs_of(cut, chunks)
+    if shape.order == "two units":
+        assert not any((end - begin) % 2 for _, _, begin, end in runs)
     done = sorted((tile, chunk) for _, tile, begin, end in runs for chunk in range(begin, end))
     assert done == [(tile, chunk) for tile in range(tiles) for chunk in range(chunks)]
     # The kernel's own reckoning of who shares a tile.
@@ -89,6 +99,7 @@ def test_the_usual_shape_is_a_candidate_of_the_tile_that_holds_the_rows(rows):
         assert rows <= block_m
         assert block_m == 16 or rows > block_m // 2
         assert shape in hopper.CANDIDATES[block_m]
+        assert shape.fits(chunks)
 
 
 def test_it_is_chosen_on_hopper_with_its_own_release_of_triton_alone():

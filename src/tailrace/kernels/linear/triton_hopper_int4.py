@@ -88,7 +88,8 @@ def _meta(meta_ring, slot, first, sums: gl.constexpr):
 def _flat(ring):
     """Return int32 [STAGES, BLOCK_N] of a ring of rows, [STAGES, 1, BLOCK_N]."""
     order: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return ring._reinterpret(gl.int32, [ring.shape[0], ring.shape[2]], order)
+    shape: gl.constexpr = [ring.shape[0], ring.shape[2]]
+    return ring._reinterpret(gl.int32, shape, order)  # noqa: SLF001 - there is no other way
 
 
 @gluon.jit
@@ -242,19 +243,21 @@ def _arrived_last(arrival, others):
 
 
 @gluon.jit
-def _consume_narrow(
+def _consume_narrow(  # noqa: C901 - as compiled, each order has few branches
     common,
     side: gl.constexpr,
     SIDES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    ORDER: gl.constexpr,
 ):
-    """Multiply one side of each unit by up to 64 rows: one half unpacks, the other multiplies."""
+    """Multiply one side of each unit by up to 64 rows; `HopperShape.order` says in which order."""
     rings, bars, pointers, sizes, low, high = common
     codes_ring, x_ring, meta_rows = rings
     meta_ring = _flat(meta_rows)
     full, free = bars
     bias_ptr, out_ptr, part_ptr, arrivals = pointers
     N, padded_n, num_rows, chunks, units, span = sizes
+    UNITS: gl.constexpr = 2 if ORDER == "two units" else 1
     STAGES: gl.constexpr = codes_ring.shape[0]
     ROWS: gl.constexpr = x_ring.shape[1]
     dtype: gl.constexpr = x_ring.dtype
@@ -269,7 +272,7 @@ def _consume_narrow(
         output = (tile * SIDES + side) * SIDE
         acc0 = zero
         acc1 = zero
-        for chunk in range(begin, end):
+        for _ in range(begin, end, UNITS):
             mbarrier.wait(full.index(slot), phase)
             x = x_ring.index(slot).permute((1, 0))
             codes = codes_ring.index(slot)
@@ -277,10 +280,36 @@ def _consume_narrow(
             meta1 = _meta(meta_ring, slot, side * SIDE + HALF, sums)
             w0 = _weights(codes.slice(side * SIDE, HALF).load(left), meta0, dtype, left)
             part0 = warpgroup_mma(w0, x, zero, use_acc=False, is_async=True)
+            if ORDER == "in turn":
+                part0, w0 = warpgroup_mma_wait(0, deps=[part0, w0])
+                acc0 += part0 * _scale(meta0)
             w1 = _weights(codes.slice(side * SIDE + HALF, HALF).load(left), meta1, dtype, left)
             part1 = warpgroup_mma(w1, x, zero, use_acc=False, is_async=True)
-            part0, w0 = warpgroup_mma_wait(1, deps=[part0, w0])
-            acc0 += part0 * _scale(meta0)
+            if ORDER != "in turn":
+                part0, w0 = warpgroup_mma_wait(1, deps=[part0, w0])
+                acc0 += part0 * _scale(meta0)
+            if UNITS == 2:
+                before = slot
+                before1 = meta1
+                slot += 1
+                if slot == STAGES:
+                    slot = 0
+                    phase ^= 1
+                mbarrier.wait(full.index(slot), phase)
+                x = x_ring.index(slot).permute((1, 0))
+                codes = codes_ring.index(slot)
+                meta0 = _meta(meta_ring, slot, side * SIDE, sums)
+                meta1 = _meta(meta_ring, slot, side * SIDE + HALF, sums)
+                w0 = _weights(codes.slice(side * SIDE, HALF).load(left), meta0, dtype, left)
+                part0 = warpgroup_mma(w0, x, zero, use_acc=False, is_async=True)
+                part1, w1 = warpgroup_mma_wait(1, deps=[part1, w1])
+                gl.thread_barrier()
+                mbarrier.arrive(free.index(before), count=1)
+                acc1 += part1 * _scale(before1)
+                w1 = _weights(codes.slice(side * SIDE + HALF, HALF).load(left), meta1, dtype, left)
+                part1 = warpgroup_mma(w1, x, zero, use_acc=False, is_async=True)
+                part0, w0 = warpgroup_mma_wait(1, deps=[part0, w0])
+                acc0 += part0 * _scale(meta0)
             part1, w1 = warpgroup_mma_wait(0, deps=[part1, w1])
             gl.thread_barrier()  # all four warps are done with the slot
             mbarrier.arrive(free.index(slot), count=1)
@@ -340,7 +369,7 @@ def _consume_wide(
         acc01 = zero
         acc10 = zero
         acc11 = zero
-        for chunk in range(begin, end):
+        for _ in range(begin, end):
             mbarrier.wait(full.index(slot), phase)
             x0 = x_ring.index(2 * slot).permute((1, 0))
             x1 = x_ring.index(2 * slot + 1).permute((1, 0))
@@ -395,10 +424,11 @@ def _consume(
     side: gl.constexpr,
     SIDES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    ORDER: gl.constexpr,
 ):
     rings = common[0]
     if rings[0].shape[0] == rings[1].shape[0]:
-        _consume_narrow(common, side, SIDES, HAS_BIAS)
+        _consume_narrow(common, side, SIDES, HAS_BIAS, ORDER)
     else:
         _consume_wide(common, side, SIDES, HAS_BIAS)
 
@@ -422,6 +452,8 @@ def int4_hopper_kernel(
     CHUNKS_A_GROUP: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     STAGES: gl.constexpr,
+    ORDER: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):
     BLOCK_N: gl.constexpr = codes_desc.block_type.shape[0]
     QUARTER: gl.constexpr = codes_desc.block_type.shape[1]
@@ -451,16 +483,16 @@ def int4_hopper_kernel(
     if SIDES == 2:
         gl.warp_specialize(
             [
-                (_consume, (common, 0, SIDES, HAS_BIAS)),
-                (_consume, (common, 1, SIDES, HAS_BIAS)),
+                (_consume, (common, 0, SIDES, HAS_BIAS, ORDER)),
+                (_consume, (common, 1, SIDES, HAS_BIAS, ORDER)),
                 (_produce, producer),
             ],
             [4, 1],
-            [240, 24],
+            [REGISTERS, 24],
         )
     else:
         gl.warp_specialize(
-            [(_consume, (common, 0, SIDES, HAS_BIAS)), (_produce, producer)],
+            [(_consume, (common, 0, SIDES, HAS_BIAS, ORDER)), (_produce, producer)],
             [1],
             [24],
         )
@@ -476,6 +508,23 @@ class HopperShape:
     """A multiprocessor; at most 2 with one side, else 1."""
     least_span: int
     """Fewest units a program: small layers are cut into fewer parts than there is room for."""
+    order: str = "pair"
+    """Of up to 64 rows: "pair" unpacks a unit's second half while the first is multiplied, "two
+    units" goes on so through two units, "in turn" keeps one half at a time, in few registers."""
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers a thread: at the start, and in a side once the producer has handed its over."""
+        return _REGISTERS[self.sides, self.programs]
+
+    @property
+    def words(self) -> str:
+        """Its name in a table."""
+        return f"{self.sides}/{self.programs}/{self.least_span} {self.order}"
+
+    def fits(self, chunks: int) -> bool:
+        """Tell whether it can multiply a layer of so many chunks."""
+        return self.order != "two units" or chunks % 2 == 0
 
     def stages(self, rows: int, chunk: int) -> int:
         """Return how many units the ring holds, for tiles of so many rows."""
@@ -487,6 +536,8 @@ class HopperShape:
         tiles = -(-outputs // (self.sides * _SIDE))
         units = tiles * chunks
         span = max(-(-units // (multiprocessors * self.programs)), min(self.least_span, chunks))
+        if self.order == "two units":  # of the same tile: so chunks are even, and spans are
+            span += span % 2
         return tiles, span, -(-units // span)
 
     def parts(self, outputs: int, chunks: int, rows: int, multiprocessors: int) -> int:
@@ -500,17 +551,30 @@ _SHARED_BYTES = 227 * 1024
 _OTHER_SHARED_BYTES = 9 * 1024
 """Of a program beside the ring: for the order of stores, barriers, and what the runtime takes."""
 _MOST_STAGES = 8
-REGISTERS = {1: 128, 2: 168}
-"""A thread at the start, by sides: the producer's warps hand most of theirs over."""
+_REGISTERS = {(1, 1): (128, 232), (1, 2): (128, 232), (2, 1): (168, 240), (2, 2): (80, 104)}
+
+
+def _candidates(rows: int) -> tuple[HopperShape, ...]:
+    """Return the shapes of a tile's rows: kinds that compile without a spill, cut in some ways."""
+    kinds = [(2, 1, "pair"), (1, 2, "pair")]
+    if rows <= _NARROWEST:
+        kinds += [(2, 1, "two units"), (2, 2, "in turn")]
+    elif rows <= _NARROW:
+        kinds += [(2, 1, "two units"), (1, 2, "two units")]
+    else:
+        kinds = [(2, 1, "pair"), (1, 1, "pair")]
+    return tuple(
+        HopperShape(sides, programs, least, order)
+        for sides, programs, order in kinds
+        for least in (4, 7)
+    )
+
+
+_NARROWEST, _NARROW = 32, 64
+"""Rows: sums of a side that fit into few registers, and beside two products."""
 
 CANDIDATES: dict[int, tuple[HopperShape, ...]] = {
-    rows: tuple(
-        HopperShape(sides, programs, least)
-        for sides, programs in ((2, 1), (1, 2), (1, 1))
-        for least in (2, 4, 7, 14)
-        if (rows, programs) != (128, 2)
-    )
-    for rows in (16, 32, 64, 128)
+    rows: _candidates(rows) for rows in (16, 32, 64, 128)
 }
 """By the rows of the tile, ascending: what a plan or a sweep may try."""
 
@@ -522,7 +586,7 @@ def shape_for(rows: int, outputs: int, chunks: int) -> tuple[int, HopperShape]:
     block_m = next(size for size in CANDIDATES if rows <= size)
     units = -(-outputs // (2 * _SIDE)) * chunks
     if units < _SMALL:
-        return block_m, HopperShape(1, 1, 7)
+        return block_m, HopperShape(1, 1 if block_m > _NARROW else 2, 7)
     return block_m, HopperShape(2, 1, 4)
 
 
@@ -577,6 +641,7 @@ def int4_hopper(
     block_m, usual = shape_for(rows, weight.outputs, chunks)
     shape = shape or usual
     pieces = 2 if block_m > 64 else 1
+    registers, side_registers = shape.registers
     block_n = shape.sides * _SIDE
     tiles, span, programs = shape.cut(weight.outputs, chunks, _multiprocessors(x_TI.device))
     if out_TO is None:
@@ -615,7 +680,9 @@ def int4_hopper(
         CHUNKS_A_GROUP=weight.chunks_a_group,
         HAS_BIAS=bias_O is not None,
         STAGES=shape.stages(block_m, weight.chunk),
+        ORDER=shape.order,
+        REGISTERS=side_registers,
         num_warps=4,
-        maxnreg=REGISTERS[shape.sides],
+        maxnreg=registers,
     )
     return out_TO
