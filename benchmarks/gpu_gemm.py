@@ -20,6 +20,7 @@ weight that none comes from the L2 cache. The ways:
     fp8 torch      blocks by torch.nn.functional.scaled_mm, the product alone, where it takes them
     int8 rows      prompts by an int8 copy: rows rotated and rounded, then our own kernel
     int8 mm        of that, the product alone: rows come in int8
+    int8 hopper    the product alone by Hopper's own kernel, where the GPU is one
     int8 torch     by torch._int_mm, the product alone, whose scales are left to be done
     int4           as served, groups of 128: by the codes, or written out and multiplied by cuBLAS
 
@@ -76,11 +77,11 @@ WHOLE_BLOCKS = ((100, 384, 256), (131, 512, 384))
 """Likewise for yardsticks that take only whole blocks of 128, as every layer timed here has."""
 WAYS = (
     "cublas", "bf16", "fp8 rows", "fp8 mm", "fp8 blocks", "fp8 torch", "int8 rows", "int8 mm",
-    "int8 torch", "int4",
+    "int8 hopper", "int8 torch", "int4",
 )  # fmt: skip
 COMPILED = ("bf16", "fp8 rows", "fp8 blocks", "int8 rows", "int4")
 """Ways with kernels of Triton, which are compiled before anything is timed."""
-ALONE = ("fp8 mm", "fp8 torch", "int8 mm", "int8 torch")
+ALONE = ("fp8 mm", "fp8 torch", "int8 mm", "int8 hopper", "int8 torch")
 """Ways without the rounding of their rows, which nobody is served by."""
 YARDSTICKS = ("fp8 torch", "int8 torch")
 """Torch's own ways: left out where it refuses them or they differ."""
@@ -90,6 +91,7 @@ SWEPT = {
     "int4": (16, 32, 64, 128),
     "fp8 rows": (16, 32, 64),
     "int8 mm": (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
+    "int8 hopper": (128, 256, 512, 1024, 2048, 4096, 8192),
 }
 """By way, the rows that --sweep times shapes for."""
 COLD_BYTES = 200e6
@@ -109,6 +111,12 @@ class Setting:
     @property
     def is_gpu(self) -> bool:
         return self.device == "cuda"
+
+    @property
+    def is_hopper(self) -> bool:
+        import torch
+
+        return self.is_gpu and torch.cuda.get_device_capability() == (9, 0)
 
 
 def setting_of(device: str) -> Setting:
@@ -235,7 +243,8 @@ def _make_int8(
     def product(one: Int8Weight) -> Callable:
         if way == "int8 torch":
             return _torch_int8(one, bias, setting.dtype)
-        return lambda x: int8_product(x, one, bias, setting.dtype)
+        multiply = _int8_hopper() if way == "int8 hopper" else int8_product
+        return lambda x: multiply(x, one, bias, setting.dtype)
 
     products = [product(one) for one in kept]
     if way == "int8 rows":
@@ -243,6 +252,12 @@ def _make_int8(
     else:
         products = _rounded_once(products, quantize_rows)
     return Made(products, held.dequantize(), held.nbytes, "int8")
+
+
+def _int8_hopper() -> Callable:
+    from tailrace.kernels.linear.triton_hopper_int8 import int8_hopper
+
+    return int8_hopper
 
 
 def _torch_int8(held: Int8Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> Callable:
@@ -325,6 +340,8 @@ def takes(way: str, rows: int, setting: Setting) -> bool:
         return setting.is_gpu and rows > MOST_ROWS
     if way == "int8 torch":
         return rows >= LEAST_TORCH_ROWS
+    if way == "int8 hopper":
+        return setting.is_hopper
     return way != "fp8 mm" or rows > MOST_ROWS
 
 
@@ -360,7 +377,7 @@ def check(setting: Setting) -> tuple[list[str], set[str]]:
 
 ROUNDING = dict.fromkeys(("fp8 rows", "fp8 mm", "fp8 blocks", "fp8 torch"), 0.04)
 """Ways whose many rows are rounded to 3 bits of mantissa: 1/16 at most, 0.026 on average."""
-FINE = dict.fromkeys(("int8 rows", "int8 mm", "int8 torch"), 0.015)
+FINE = dict.fromkeys(("int8 rows", "int8 mm", "int8 hopper", "int8 torch"), 0.015)
 """Likewise to 1/254 of a row's largest value at most: 0.008 on average where they are normal."""
 BOUNDS = dict.fromkeys(WAYS, 0.006) | ROUNDING | FINE
 
@@ -570,6 +587,15 @@ def compile_all(setting: Setting) -> None:
 # Sweep
 
 
+def hopper_int8_shapes() -> tuple[object, ...]:
+    """Return the shapes of Hopper's kernel, none where Triton's release has no Gluon."""
+    try:
+        from tailrace.kernels.linear.triton_hopper_int8 import CANDIDATES
+    except ImportError:
+        return ()
+    return CANDIDATES
+
+
 def sweep_shapes() -> list[tuple[str, int, object, int]]:
     """Return (way, rows of the tile, shape, splits) to time."""
     from tailrace.kernels.linear.triton_float8 import SkinnyFloat8Shape
@@ -593,6 +619,10 @@ def sweep_shapes() -> list[tuple[str, int, object, int]]:
         ("int8 mm", rows, shape, 0)
         for rows, shape in itertools.product(SWEPT["int8 mm"], SHAPES_TO_TIME)
     ]
+    found += [
+        ("int8 hopper", rows, shape, 0)
+        for rows, shape in itertools.product(SWEPT["int8 hopper"], hopper_int8_shapes())
+    ]
     return found
 
 
@@ -603,7 +633,7 @@ def sweep(setting: Setting, rate: float, save: Save) -> list[dict]:
     found = []
     for name, (outputs, inputs, _) in setting.layers.items():
         weight = torch.randn(outputs, inputs, device=setting.device) * inputs**-0.5
-        for way in (way for way in SWEPT if way in setting.ways):
+        for way in (way for way in SWEPT if way in setting.ways and takes(way, 128, setting)):
             candidates = [entry for entry in sweep_shapes() if entry[0] == way]
             if not setting.is_gpu:
                 candidates = candidates[:2]
@@ -638,8 +668,8 @@ def _swept(way: str, setting: Setting, weight: torch.Tensor, splits: int) -> tup
     workspace = _workspace(setting)
     outputs = weight.shape[0]
     workspace.reserve(outputs=outputs, splits=8, rows=128)
-    if way == "int8 mm":
-        return _swept_int8(setting, weight)
+    if way.startswith("int8"):
+        return _swept_int8(way, setting, weight)
     if way == "int4":
         first = PackedInt4.of(quantize_groups(weight, 128), setting.device, splits)
         count = min(40, -int(-COLD_BYTES // first.nbytes)) if setting.is_gpu else 1
@@ -670,11 +700,12 @@ def _swept(way: str, setting: Setting, weight: torch.Tensor, splits: int) -> tup
     return run, Made([], weight[:0], first.nbytes, "bf16")
 
 
-def _swept_int8(setting: Setting, weight: torch.Tensor) -> tuple[Callable, Made]:
+def _swept_int8(way: str, setting: Setting, weight: torch.Tensor) -> tuple[Callable, Made]:
     from tailrace.kernels.linear.int8 import quantize_channels
     from tailrace.kernels.linear.triton_int8 import int8_product
     from tailrace.kernels.linear.triton_int8_rows import quantize_rows
 
+    multiply = _int8_hopper() if way == "int8 hopper" else int8_product
     first = quantize_channels(weight)
     count = min(40, -int(-COLD_BYTES // first.nbytes)) if setting.is_gpu else 1
     kept = [
@@ -688,7 +719,7 @@ def _swept_int8(setting: Setting, weight: torch.Tensor) -> tuple[Callable, Made]
 
         def all_copies() -> None:
             for one in used:
-                int8_product(rows, one, None, setting.dtype, shape=shape)
+                multiply(rows, one, None, setting.dtype, shape=shape)
 
         if setting.is_gpu:
             return _graph_s(all_copies, 7) / len(used)
@@ -724,7 +755,8 @@ def compile_sweep(setting: Setting) -> None:
     shapes = [
         (way, rows, shape, splits)
         for way, rows, shape, splits in sweep_shapes()
-        if way in setting.ways and splits in (0, 1, 4) and (way != "int8 mm" or rows == 16)
+        if way in setting.ways and takes(way, rows, setting) and splits in (0, 1, 4)
+        if not way.startswith("int8") or rows == SWEPT[way][0]
     ]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(8, mp_context=context) as pool:

@@ -27,6 +27,7 @@ from tailrace.kernels.linear import (
     triton_float8,
     triton_float8_rows,
     triton_hopper_int4,
+    triton_hopper_int8,
     triton_int4,
     triton_int8,
     triton_int8_rows,
@@ -312,6 +313,26 @@ def int8_cases(kind: int) -> Iterator[Case]:
         yield Case(f"{name} int8", kernel, constants, 8, types=types)
 
 
+def hopper_int8_cases(kind: int) -> Iterator[Case]:
+    """Every candidate, with a bias, in one half each."""
+    if kind < HOPPER:
+        return
+    layout = triton_hopper_int8.shared_layout()
+    for shape, half in itertools.product(triton_hopper_int8.CANDIDATES, ("bf16", "fp16")):
+        types = {
+            **TYPES, **dict.fromkeys(("out_ptr", "bias_ptr"), f"*{half}"),
+            **dict.fromkeys(("x_scale_ptr", "w_scale_ptr"), "*fp32"), "tiles": "i32",
+            "x_desc": f"tensordesc<i8[128, 128],{layout!r}>",
+            "w_desc": f"tensordesc<i8[{shape.block_n}, 128],{layout!r}>",
+        }  # fmt: skip
+        constants = {"GROUP_M": shape.group_m, "HAS_BIAS": True, "STAGES": shape.stages}
+        yield Case(
+            f"hopper_int8 {shape.block_n}/{shape.stages}/{shape.group_m} {half}",
+            triton_hopper_int8.int8_hopper_kernel, constants, types=types,
+            registers=triton_hopper_int8.REGISTERS, source=GluonASTSource,
+        )  # fmt: skip
+
+
 def sampling_cases() -> Iterator[Case]:
     """For a vocabulary of 152k, which is 149 blocks."""
     warps = {"weigh": 8, "aim": 8, "search": 16}
@@ -368,6 +389,7 @@ def main(kind: int) -> None:
         *other_cases(),
         *int4_cases(),
         *hopper_int4_cases(kind),
+        *hopper_int8_cases(kind),
         *float8_linear_cases(kind),
         *int8_cases(kind),
         *sampling_cases(),

@@ -42,7 +42,8 @@ def test_every_kernel_compiles_within_the_gpus_means(kind, pytestconfig, tmp_pat
         "prefill", "decode", "rope_cache", "rms_norm", "silu_mul", "skinny", "int4", "int8",
         "sample_adjust", "sample_search", "sample_draw",
     }  # fmt: skip
-    assert any(entry["name"].startswith("hopper_int4") for entry in kernels) == (kind >= HOPPER)
+    for name in ("hopper_int4", "hopper_int8"):
+        assert any(entry["name"].startswith(name) for entry in kernels) == (kind >= HOPPER)
     float8 = {entry["name"].split()[0] for entry in kernels if entry["name"].endswith("float8")}
     assert float8 == ({"prefill", "decode", "rope_cache"} if kind >= ADA else set())
     for entry in kernels:

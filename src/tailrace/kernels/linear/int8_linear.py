@@ -1,8 +1,9 @@
 """A linear layer over int8 weights on a GPU: the copy that prompts may be multiplied by.
 
 Rows are rotated and rounded to int8 by scales of their own (`int8_rows`), in the norm or SiLU-mul
-that makes them where there is one, and multiplied in int8 (`triton_int8`), for which tensor cores
-have twice the rate of half precision. Any number of rows goes this way.
+that makes them where there is one, and multiplied in int8, for which tensor cores have twice the
+rate of half precision: by `triton_int8`, or on Hopper, from `HOPPER_ROWS` rows on, by
+`triton_hopper_int8`. Both give the same bits. Any number of rows goes this way.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import triton
 
 from tailrace.errors import ConfigError
 from tailrace.kernels.linear.device_linear import RoundsRows
+from tailrace.kernels.linear.int4_linear import has_hopper_kernel
 from tailrace.kernels.linear.int8 import Int8Weight, quantize_channels
 from tailrace.kernels.linear.triton_int8 import capability_of, int8_product, ways
 from tailrace.kernels.linear.triton_int8_rows import (
@@ -23,12 +26,28 @@ from tailrace.kernels.linear.triton_int8_rows import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from tailrace.kernels.linear.int8_rows import Int8Rows
 
 ALIGNMENT = 16
 """Inputs and outputs are multiples of it, or tensor descriptors do not take them."""
+HOPPER_ROWS = 1 << 30
+"""Rows from which Hopper's kernel serves: none, until it has run on a GPU and was faster."""
+
+
+def _hopper_product(device: torch.device) -> Callable[..., Tensor] | None:
+    """Return Hopper's kernel where the GPU and Triton run it."""
+    if device.type != "cuda":
+        return None
+    if not has_hopper_kernel(torch.cuda.get_device_capability(device), triton.__version__):
+        return None
+    # Gluon is part of that release of Triton alone.
+    from tailrace.kernels.linear.triton_hopper_int8 import int8_hopper  # noqa: PLC0415
+
+    return int8_hopper
 
 
 class Int8Linear(RoundsRows):
@@ -56,6 +75,7 @@ class Int8Linear(RoundsRows):
         self._dtype, self._device = dtype, device
         self.bias_O = None if bias_O is None else bias_O.to(device, dtype).contiguous()
         keep_matrix(self._weight.shape[1], dtype, device)
+        self._hopper = _hopper_product(device)
         self.name = "int8 by channel"
         self.operation = "int8/channel linear"
         (self._tiles,) = self.planned = ways(capability_of(device))
@@ -112,6 +132,11 @@ class Int8Linear(RoundsRows):
         return out_TO
 
     def _multiply(self, x: Int8Rows, out_TO: Tensor) -> None:
-        if len(out_TO):
-            shape = self._tiles.of(len(out_TO))
-            int8_product(x, self._weight, self.bias_O, self._dtype, out_TO=out_TO, shape=shape)
+        rows = len(out_TO)
+        if not rows:
+            return
+        if self._hopper is not None and rows >= HOPPER_ROWS:
+            self._hopper(x, self._weight, self.bias_O, self._dtype, out_TO=out_TO)
+            return
+        shape = self._tiles.of(rows)
+        int8_product(x, self._weight, self.bias_O, self._dtype, out_TO=out_TO, shape=shape)
