@@ -9,7 +9,8 @@ ours, nothing is told. Then, in the shape of
 Qwen2.5-7B (28 query heads, 4 KV heads, 128 dimensions, bfloat16), whole prompts of 512, 2048 and
 6144 tokens, one and four at a time: the attention of one layer as transformers calls it (medians
 of CUDA events, a cold L2), and the whole pass of a model of four such layers. FlashAttention is
-`fa3-fwd` or `flash-attn`, called with the same tensors, where one can be imported.
+`fa3-fwd`, `flash-attn` or vLLM's copy of FlashAttention 3 (its site on PYTHONPATH), called with the
+same tensors, where one can be imported.
 Pairs of query and key make 4 x 128 operations a head; a causal prompt of n has n (n + 1) / 2.
 """
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -140,7 +142,26 @@ def flash_attention() -> tuple[str, Callable[..., Tensor]] | None:
             return name, importlib.import_module(name).flash_attn_func
         except ImportError as problem:
             print(f"{name}: {problem}")
-    return None
+    try:
+        varlen = importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface")
+    except ImportError as problem:
+        print(f"vllm_flash_attn: {problem}")
+        return None
+    return "FlashAttention 3 (vLLM's)", partial(flash_by_lengths, varlen.flash_attn_varlen_func)
+
+
+def flash_by_lengths(
+    varlen: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *, causal: bool
+) -> Tensor:
+    """Call the form that takes rows of many lengths with [B, T, H, D] of one length."""
+    batch, length = q.shape[:2]
+    starts = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
+    out = varlen(
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1),
+        max_seqlen_q=length, cu_seqlens_q=starts, max_seqlen_k=length, cu_seqlens_k=starts,
+        causal=causal, fa_version=3,
+    )  # fmt: skip
+    return out.view(q.shape)
 
 
 @torch.no_grad()
