@@ -30,7 +30,10 @@ BLOCKS_OF_FP8 = {
     "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
 }  # fmt: skip
 FORMATS = {"awq": AWQ, "fp8 blocks": BLOCKS_OF_FP8}
-NAMES = {"awq": "Triton 4 bits in groups of 64", "fp8 blocks": "FP8 by block128"}
+NAMES = {
+    "awq": "Triton 4 bits in groups of 64",
+    "fp8 blocks": "FP8 by block128, many rows by Triton",
+}
 
 
 @pytest.fixture(autouse=True)

@@ -247,7 +247,7 @@ def test_quantised_layers_are_asked_about_in_every_class_of_rows(interpreter, ki
     exact = [q.sizes for q in asked if q.is_exact]
     assert len(exact) == {"int4": 1, "int8": 5}.get(kind, 0)
     by_torch = [q.sizes for q in asked if q.default == "torch"]
-    assert len(by_torch) == (4 if kind == "channel" else 0)
+    assert len(by_torch) == (5 if kind == "channel" else 0)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, FLOAT8], ids=["float32", "float8"])

@@ -6,9 +6,15 @@ import pytest
 import torch
 
 from tailrace.errors import ConfigError, EngineError
-from tailrace.kernels.linear import float8_rows, triton_float8_rows
-from tailrace.kernels.linear.float8 import Float8Weight, quantize_blocks, quantize_channels
+from tailrace.kernels.linear import float8_rows, torch_float8, triton_float8_rows
+from tailrace.kernels.linear.float8 import (
+    FLOAT8,
+    Float8Weight,
+    quantize_blocks,
+    quantize_channels,
+)
 from tailrace.kernels.linear.float8_linear import Float8Linear
+from tailrace.kernels.linear.torch_float8 import TorchFloat8
 from tailrace.kernels.linear.triton_float8 import (
     MOST_ROWS,
     SkinnyFloat8Shape,
@@ -116,6 +122,26 @@ def test_silu_mul_rounds_its_own_result(on_triton, group):
     assert_rounded(triton_float8_rows.silu_mul_float8(on_triton.half(x), group=group), silu_mul(x))
 
 
+@pytest.mark.parametrize("rows", [1, 4, 5, 7])
+@pytest.mark.parametrize("inputs", [128, 300])
+def test_scales_of_a_group_lie_together_in_whole_fours(on_triton, rows, inputs):
+    x = poisoned(on_triton, rows, inputs)
+    for found in (triton_float8_rows.quantize_rows(x, 128), float8_rows.quantize_rows(x, 128)):
+        whole = found.filled()
+        assert whole.values.shape == (-(-rows // 4) * 4, inputs)
+        assert whole.scales.shape == (whole.values.shape[0], -(-inputs // 128))
+        assert whole.scales.stride() == (1, whole.values.shape[0])
+        assert torch.equal(whole.values[:rows].float(), found.values.float())
+        assert torch.equal(whole.scales[:rows], found.scales)
+        assert found.values.is_contiguous()
+
+
+def test_rows_without_what_fills_up_their_four_are_refused():
+    rows = float8_rows.Float8Rows(torch.zeros(5, 128).to(FLOAT8), torch.ones(5, 1), 128)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        rows.filled()
+
+
 def test_no_rows_are_no_error(on_triton):
     none = triton_float8_rows.quantize_rows(on_triton.half(torch.zeros(0, 64)))
     assert none.values.shape == (0, 64)
@@ -123,7 +149,7 @@ def test_no_rows_are_no_error(on_triton):
 
 # Products
 
-SKINNY = [(1, 128, 48), (7, 576, 144), (17, 300, 77), (64, 1040, 200)]  # rows, inputs, outputs
+SKINNY = [(1, 128, 48), (7, 576, 144), (17, 300, 77), (32, 1040, 200)]  # rows, inputs, outputs
 
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SKINNY)
@@ -270,6 +296,129 @@ def assert_near(found, expected):
     """A value near the middle of two float8 ones may go either way: few do, and by one step."""
     difference = (found.double() - expected.double()).norm() / expected.double().norm()
     assert float(difference) < 0.02
+
+
+# By blocks of torch's, on Hopper
+
+
+def cublas_blocks(x, values, scales, out):
+    """What torch asks of both layouts (ScaledBlas.cpp) and, from the memory alone, its product."""
+    (rows, inputs), outputs = x.values.shape, values.shape[0]
+    groups, strips = inputs // 128, outputs // 128
+    padded = -(-groups // 4) * 4
+    assert rows % 4 == inputs % 128 == outputs % 128 == 0
+    assert x.scales.shape == (rows, groups)
+    assert x.scales.stride() == (1, rows)
+    assert scales.shape == (padded, strips)
+    assert scales.stride() == (1, padded)
+    assert out.shape == (rows, outputs)
+    assert out.is_contiguous()
+    assert out.dtype in (torch.bfloat16, torch.float32)
+    of_rows = torch.as_strided(x.scales, (rows * groups,), (1,))
+    of_weight = torch.as_strided(scales, (padded * strips,), (1,))
+    for row in range(rows):
+        sums = torch.zeros(outputs)
+        for group in range(groups):
+            piece = slice(128 * group, 128 * group + 128)
+            part = values[:, piece].float() @ x.values[row, piece].float()
+            of_outputs = of_weight[group::padded].repeat_interleave(128)
+            sums += part * of_rows[group * rows + row] * of_outputs
+        out[row] = sums.to(out.dtype)
+
+
+@pytest.fixture
+def _cublas_here(monkeypatch):
+    """Have this machine be one whose torch multiplies by blocks."""
+    monkeypatch.setattr(torch_float8, "has_blocks", lambda device: True)  # noqa: ARG005
+    monkeypatch.setattr(torch_float8, "multiply_blocks", cublas_blocks)
+
+
+def layer_by_torch(bias, dtype, inputs=384):
+    weight = quantize_blocks(torch.randn(256, inputs) * inputs**-0.5)
+    layer = Float8Linear(weight, bias, Workspace(torch.device("cpu"), dtype))
+    assert layer.name == "FP8 by block128, many rows by torch"
+    assert [layer.planned[1].serving(rows) for rows in layer.planned[1].classes] == ["torch"] * 5
+    return weight, layer
+
+
+@pytest.mark.usefixtures("_cublas_here")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("rows", [MOST_ROWS + 1, MOST_ROWS + 4])
+@pytest.mark.parametrize("inputs", [128, 384])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_torch_is_given_blocks_as_cublas_reads_them(dtype, rows, inputs, with_bias):
+    bias = torch.randn(256) if with_bias else None
+    weight, layer = layer_by_torch(bias, dtype, inputs)
+    x = float8_rows.quantize_rows(torch.randn(rows, inputs), 128)
+    exact = x.dequantize().double() @ weight.dequantize(torch.float64).t()
+    if bias is not None:
+        exact += bias.to(dtype).double()
+    found = layer(x)
+    assert found.dtype == dtype
+    assert found.shape == exact.shape
+    # bfloat16 is rounded before the bias is added, and after; float16 once.
+    tolerance = 2**-7 if dtype == torch.bfloat16 else 2**-10
+    assert_close("y", found.double(), exact, rtol=tolerance, atol=2 * tolerance)
+
+
+@pytest.mark.usefixtures("_cublas_here")
+def test_a_product_by_torch_stays_within_its_rows_of_the_result():
+    _, layer = layer_by_torch(torch.randn(256), torch.bfloat16)
+    rows = MOST_ROWS + 3
+    x = float8_rows.quantize_rows(torch.randn(rows, 384), 128)
+    whole = torch.full((rows + 6, 256), 7.0, dtype=torch.bfloat16)
+    layer._multiply(x, whole[3 : 3 + rows])
+    assert torch.equal(whole[3 : 3 + rows], layer(x))
+    assert bool((whole[:3] == 7.0).all())
+    assert bool((whole[3 + rows :] == 7.0).all())
+
+
+@pytest.mark.usefixtures("_cublas_here")
+def test_cut_blocks_are_left_to_our_own_kernel():
+    for shape in ((256, 400), (144, 256)):
+        layer = Float8Linear(
+            quantize_blocks(torch.randn(shape)), None, Workspace(torch.device("cpu"), torch.float32)
+        )
+        assert layer.name.endswith("many rows by Triton")
+        assert "torch" not in layer.planned[1].options(128)
+
+
+def test_torch_multiplies_by_blocks_on_hopper_with_cuda_12_9(monkeypatch):
+    gpu = torch.device("cuda", 0)
+    cases = [("12.9", (9, 0), True), ("13.0", (9, 0), True), ("12.8", (9, 0), False)]
+    cases += [("13.0", (8, 9), False), ("13.0", (10, 0), False), (None, (9, 0), False)]
+    for version, capability, expected in cases:
+        monkeypatch.setattr(torch.version, "cuda", version)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        assert torch_float8.has_blocks(gpu) is expected
+        assert not torch_float8.has_blocks(torch.device("cpu"))
+
+
+SIZES = [(33, 384, 256), (100, 512, 384), (131, 128, 128)]  # rows, inputs, outputs
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), SIZES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_on_hopper_both_products_by_blocks_agree_and_are_captured(
+    on_triton, rows, inputs, outputs, with_bias
+):
+    device, dtype = on_triton.kernels.device, on_triton.kernels.dtype
+    if not torch_float8.has_blocks(device):
+        pytest.skip("torch multiplies by blocks on Hopper only, with CUDA 12.9 or later")
+    weight = held(quantize_blocks(torch.randn(outputs, inputs) * inputs**-0.5), device)
+    bias = on_triton.half(torch.randn(outputs)) if with_bias else None
+    by_torch = TorchFloat8(weight, bias)
+    x = triton_float8_rows.quantize_rows(poisoned(on_triton, rows, inputs), 128)
+    found = torch.full((rows, outputs), NAN, dtype=dtype, device=device)
+    by_torch.write(x, found)
+    ours = float8_many(x, weight, bias, dtype)
+    assert_close("y", found.cpu(), ours.cpu().double(), **on_triton.tolerance)
+    again = torch.full_like(found, NAN)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        by_torch.write(x, again)
+    graph.replay()
+    assert torch.equal(again, found)
 
 
 @pytest.mark.parametrize("has_bias", [True, False])

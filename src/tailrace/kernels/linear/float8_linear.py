@@ -3,7 +3,8 @@
 Up to `MOST_ROWS` rows a product is bound by the weight's bytes: it is widened in registers, and
 activations are not rounded. Beyond, arithmetic counts, and FP8 has twice as much of it: rows are
 rounded to FP8 by scales of their own (`float8_rows`), unless they come so, and multiplied by torch
-or by our own kernel (a scale an output), or by the latter (a scale for each block of 128 x 128).
+(`torch_float8`) or by our own kernel (`triton_float8`). Torch takes a scale an output everywhere,
+and blocks of 128 x 128 on Hopper only; elsewhere those are our own kernel's.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tailrace.errors import ConfigError
+from tailrace.errors import ConfigError, EngineError
 from tailrace.kernels.linear.device_linear import RoundsRows
 from tailrace.kernels.linear.float8 import BLOCK, Float8Weight
 from tailrace.kernels.linear.float8_rows import Float8Rows
+from tailrace.kernels.linear.torch_float8 import TorchFloat8, multiplies
 from tailrace.kernels.linear.triton_float8 import (
     MOST_ROWS,
     float8_many,
@@ -73,13 +75,18 @@ class Float8Linear(RoundsRows):
         self.group = BLOCK if weight.scheme == "block128" else 0
         """Inputs that share a scale in the rows that it takes; 0: all."""
         self.name = f"FP8 by {weight.scheme}"
+        by_torch = multiplies(self._weight, workspace.device)
+        if self.group:
+            self.name += f", many rows by {'torch' if by_torch else 'Triton'}"
         self.operation = f"fp8/{self._weight.scheme} linear"
-        self._few, self._many = self.planned = ways(self._weight.scheme)
+        self._torch = TorchFloat8(self._weight, self.bias_O) if by_torch else None
+        self._few, self._many = self.planned = ways(by_torch=by_torch)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weight, scales and bias."""
-        return self._weight.nbytes + (0 if self.bias_O is None else self.bias_O.nbytes)
+        """Bytes of weight, scales (those in torch's order, too) and bias."""
+        own = 0 if self._torch is None else self._torch.nbytes
+        return self._weight.nbytes + own + (0 if self.bias_O is None else self.bias_O.nbytes)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -153,24 +160,10 @@ class Float8Linear(RoundsRows):
         shape = self._many.of(x.values.shape[0])
         if shape is not None:
             float8_many(x, self._weight, self.bias_O, self._dtype, shape=shape, out_TO=out_TO)
-            return
-        # Scales by row come with results, and biases, in bfloat16 only.
-        is_direct = out_TO.dtype == torch.bfloat16
-        y_TO = out_TO if is_direct else out_TO.new_empty(out_TO.shape, dtype=torch.bfloat16)
-        torch._scaled_mm(  # noqa: SLF001 - torch's only name for it before 2.10
-            x.values,
-            self._weight.values.t(),
-            scale_a=x.scales,
-            scale_b=self._weight.scales.unsqueeze(0),
-            bias=self.bias_O if is_direct else None,
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-            out=y_TO,
-        )
-        if not is_direct:
-            out_TO.copy_(y_TO)
-            if self.bias_O is not None:
-                out_TO.add_(self.bias_O)
+        elif self._torch is None:
+            raise EngineError(f"{self.name}: torch was chosen, which does not take it here")
+        else:
+            self._torch.write(x, out_TO)
 
 
 def _held(weight: Float8Weight, device: torch.device) -> Float8Weight:

@@ -2,6 +2,12 @@
 
     x[t, k] = value[t, k] * scale[t, k // group]
 
+In memory the scales of a group of inputs lie together, one for each row, and both rows and scales
+may be followed by a few that no one reads, up to a multiple of 4: so cuBLAS wants them where the
+weight is scaled by blocks, and our own kernel reads them so as well.
+
+    scales [T, G], in memory    g0: t0 t1 t2 .. ..    g1: t0 t1 t2 .. ..
+
 A scale is measured from what it scales ("dynamic"): its row, or 128 neighbours of it where the
 weight is scaled by blocks. Nothing saturates, and a row's values depend on that row alone. The
 functions here are the truth for the Triton ones (`triton_float8_rows`).
@@ -19,15 +25,18 @@ from tailrace.kernels.linear.float8 import FLOAT8, FLOAT8_MAX
 LEAST_SCALE = 2.0**-100
 """Of a row of zeros, which has a scale all the same."""
 
+ROWS_TOGETHER = 4
+"""cuBLAS takes rows with scales by blocks in multiples of it: 16 bytes of scales."""
+
 
 @dataclass(frozen=True)
 class Float8Rows:
-    """Rows in float8; both tensors are contiguous."""
+    """Rows in float8."""
 
     values: Tensor
-    """float8_e4m3fn [T, K]."""
+    """float8_e4m3fn [T, K], contiguous."""
     scales: Tensor
-    """float32 [T, ceil(K / group)]."""
+    """float32 [T, ceil(K / group)], the rows of a group together."""
     group: int
     """Inputs that share a scale: K, or 128."""
 
@@ -35,6 +44,40 @@ class Float8Rows:
         """Return float32 [T, K]."""
         spread = self.scales.repeat_interleave(self.group, 1)[:, : self.values.shape[1]]
         return self.values.to(torch.float32) * spread
+
+    def filled(self) -> Float8Rows:
+        """Return the same memory with the rows that fill up the last `ROWS_TOGETHER`.
+
+        Raises:
+            RuntimeError: They were not made by `empty_rows`, and there are none.
+        """
+        rows, inputs = self.values.shape
+        whole = rows + -rows % ROWS_TOGETHER
+        groups = self.scales.shape[1]
+        return Float8Rows(
+            self.values.as_strided((whole, inputs), (inputs, 1)),
+            self.scales.as_strided((whole, groups), (1, whole)),
+            self.group,
+        )
+
+
+def empty_rows(rows: int, inputs: int, group: int, device: torch.device) -> Float8Rows:
+    """Return memory for rows, and for what fills up the last `ROWS_TOGETHER`.
+
+    Args:
+        rows: T.
+        inputs: K.
+        group: Inputs that share a scale; 0: all of them.
+        device: Of both tensors.
+    """
+    group = group or inputs
+    whole = rows + -rows % ROWS_TOGETHER
+    values = torch.empty(whole, inputs, dtype=FLOAT8, device=device)
+    groups = -(-inputs // group)
+    scales = torch.empty(groups, whole, dtype=torch.float32, device=device).t()
+    if groups == 1:
+        scales = scales.as_strided((whole, 1), (1, 1))  # the only strides that torch takes of it
+    return Float8Rows(values[:rows], scales[:rows], group)
 
 
 def quantize_rows(x_TK: Tensor, group: int = 0) -> Float8Rows:
@@ -52,4 +95,7 @@ def quantize_rows(x_TK: Tensor, group: int = 0) -> Float8Rows:
     wide = padded.view(rows, groups, group)
     scales = (wide.abs().amax(-1) / FLOAT8_MAX).clamp(min=LEAST_SCALE)
     values = (wide / scales.unsqueeze(-1)).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8)
-    return Float8Rows(values.flatten(1)[:, :inputs].contiguous(), scales, group)
+    out = empty_rows(rows, inputs, group, x_TK.device)
+    out.values.view(torch.uint8).copy_(values.flatten(1)[:, :inputs].view(torch.uint8))
+    out.scales.copy_(scales)
+    return out

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 
-from tailrace.kernels.linear.float8 import FLOAT8
-from tailrace.kernels.linear.float8_rows import LEAST_SCALE, Float8Rows
+from tailrace.kernels.linear.float8_rows import LEAST_SCALE, Float8Rows, empty_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,10 +21,13 @@ _LEAST: tl.constexpr = tl.constexpr(LEAST_SCALE)
 
 @triton.jit
 def _store_float8(
-    values, row, values_ptr, scales_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    values, row, values_ptr, scales_ptr, scales_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Scale and store a row, float32 [BLOCK], whose columns from WIDTH on are 0; GROUP 0: whole."""
+    """Scale and store a row, float32 [BLOCK], whose columns from WIDTH on are 0; GROUP 0: whole.
+
+    From one group's scales to the next it is scales_stride.
+    """
     columns = tl.arange(0, BLOCK)
     out = values_ptr + row * WIDTH + columns
     if GROUP == 0:
@@ -40,28 +41,30 @@ def _store_float8(
         scaled = tl.reshape(wide / scale[:, None], [BLOCK])
         count: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
         groups = tl.arange(0, GROUPS)
-        tl.store(scales_ptr + row * count + groups, scale, mask=groups < count)
+        tl.store(scales_ptr + groups * scales_stride + row, scale, mask=groups < count)
     scaled = tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     tl.store(out, scaled.to(values_ptr.dtype.element_ty), mask=columns < WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scales_stride"])
 def quantize_rows_kernel(
-    x_ptr, values_ptr, scales_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
-):
+    x_ptr, values_ptr, scales_ptr, scales_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * WIDTH + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    _store_float8(x, row, values_ptr, scales_ptr, WIDTH, BLOCK, GROUP)
+    _store_float8(x, row, values_ptr, scales_ptr, scales_stride, WIDTH, BLOCK, GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scales_stride"])
 def rms_norm_float8_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
     values_ptr,
     scales_ptr,
+    scales_stride,
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -78,28 +81,33 @@ def rms_norm_float8_kernel(
         tl.store(residual_ptr + row * WIDTH + columns, values, mask=is_column)
     scale = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
     weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
-    _store_float8(values * scale * weight, row, values_ptr, scales_ptr, WIDTH, BLOCK, GROUP)
+    _store_float8(
+        values * scale * weight, row, values_ptr, scales_ptr, scales_stride, WIDTH, BLOCK, GROUP
+    )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scales_stride"])
 def silu_mul_float8_kernel(
-    x_ptr, values_ptr, scales_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
-):
+    x_ptr, values_ptr, scales_ptr, scales_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < WIDTH
     gate = tl.load(x_ptr + row * 2 * WIDTH + columns, mask=is_column, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * WIDTH + WIDTH + columns, mask=is_column, other=0.0)
     y = gate * tl.sigmoid(gate) * up.to(tl.float32)
-    _store_float8(y, row, values_ptr, scales_ptr, WIDTH, BLOCK, GROUP)
+    _store_float8(y, row, values_ptr, scales_ptr, scales_stride, WIDTH, BLOCK, GROUP)
 
 
 def quantize_rows(x_TK: Tensor, group: int = 0) -> Float8Rows:
     """See `float8_rows.quantize_rows`; x is contiguous."""
     rows, width = x_TK.shape
-    out = _empty(rows, width, group, x_TK.device)
+    out = empty_rows(rows, width, group, x_TK.device)
     if rows:
-        quantize_rows_kernel[(rows,)](x_TK, out.values, out.scales, **_constants(width, group))
+        quantize_rows_kernel[(rows,)](
+            x_TK, out.values, out.scales, out.scales.stride(1), **_constants(width, group)
+        )
     return out
 
 
@@ -116,7 +124,7 @@ def add_rms_norm_float8(
         group: Inputs that share a scale; 0 takes the whole row.
     """
     rows, width = residual_TD.shape
-    out = _empty(rows, width, group, residual_TD.device)
+    out = empty_rows(rows, width, group, residual_TD.device)
     if rows:
         rms_norm_float8_kernel[(rows,)](
             residual_TD if x_TD is None else x_TD,
@@ -124,6 +132,7 @@ def add_rms_norm_float8(
             weight_D,
             out.values,
             out.scales,
+            out.scales.stride(1),
             eps,
             HAS_X=x_TD is not None,
             **_constants(width, group),
@@ -134,18 +143,16 @@ def add_rms_norm_float8(
 def silu_mul_float8(gate_up_T2F: Tensor, *, group: int = 0) -> Float8Rows:
     """Return silu of the left half times the right half in float8; the input is contiguous."""
     rows, twice = gate_up_T2F.shape
-    out = _empty(rows, twice // 2, group, gate_up_T2F.device)
+    out = empty_rows(rows, twice // 2, group, gate_up_T2F.device)
     if rows:
         silu_mul_float8_kernel[(rows,)](
-            gate_up_T2F, out.values, out.scales, **_constants(twice // 2, group)
+            gate_up_T2F,
+            out.values,
+            out.scales,
+            out.scales.stride(1),
+            **_constants(twice // 2, group),
         )
     return out
-
-
-def _empty(rows: int, width: int, group: int, device: torch.device) -> Float8Rows:
-    scales = torch.empty(rows, -(-width // (group or width)), dtype=torch.float32, device=device)
-    values = torch.empty(rows, width, dtype=FLOAT8, device=device)
-    return Float8Rows(values, scales, group or width)
 
 
 def _constants(width: int, group: int) -> dict[str, int]:
