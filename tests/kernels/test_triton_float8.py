@@ -329,7 +329,7 @@ def cublas_blocks(x, values, scales, out):
 @pytest.fixture
 def _cublas_here(monkeypatch):
     """Have this machine be one whose torch multiplies by blocks."""
-    monkeypatch.setattr(torch_float8, "has_blocks", lambda device: True)  # noqa: ARG005
+    monkeypatch.setattr(torch_float8, "has_blocks", lambda device: True)
     monkeypatch.setattr(torch_float8, "multiply_blocks", cublas_blocks)
 
 
