@@ -5,7 +5,8 @@ traffic: every tile of outputs reads all rows again, from the L2 cache, and at 6
 are twice the weight's bytes where tiles are 128 wide. So a program takes 256 outputs, in two sides
 of 128, and Gluon, the language below Triton's, says which warps do what:
 
-    producer    1 warp: copies a chunk of codes and of the rows into a ring in shared memory (TMA)
+    producer    1 warp: copies a chunk of codes, their scales and the rows into a ring in shared
+                memory (TMA)
     side 0, 1   4 warps each: codes to registers, unpacked there, multiplied by the rows in the ring
 
 The sides wait for no one but the ring, so one unpacks and scales while the other multiplies. A unit
