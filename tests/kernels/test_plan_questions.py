@@ -287,6 +287,12 @@ def test_every_candidate_of_a_quantised_layer_equals_its_reference(interpreter, 
             assert_close(what, work(), truth, rtol=rounding, atol=rounding)
 
 
+def test_a_question_that_is_not_asked_makes_nothing(interpreter, monkeypatch):
+    monkeypatch.setattr("tailrace.kernels.plan_questions._noise", None)
+    kernels = quantized("channel")
+    assert len(asked_of(kernels, longest=4000, kv_dtypes=(torch.float32, FLOAT8))) == 8 + 7
+
+
 def test_attention_in_parts_is_attention(interpreter, monkeypatch):
     """The reference, a few rows at a time, does not depend on how many."""
     asked = asked_of(loaded(), longest=70)[0]

@@ -74,7 +74,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Question:
-    """One operation at sizes of one class; candidates are made when asked."""
+    """One operation at sizes of one class; what it is asked with is made when it is asked."""
 
     operation: str
     sizes: str
@@ -278,7 +278,7 @@ def over(attention: str, kv_dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True)
-class _Cached:
+class _Sequences:
     """Sequences of one length in a paged cache, their units anywhere in it."""
 
     q: Tensor
@@ -299,7 +299,7 @@ class _Cached:
         sizes: tuple[int, int, int],
         kv_dtype: torch.dtype,
         unit: int,
-    ) -> _Cached:
+    ) -> _Sequences:
         """Make up sequences, their rows at the end of each, of sizes (sequences, keys, rows)."""
         count, length, rows = sizes
         device, width = kernels.device, -(-length // unit)
@@ -339,11 +339,15 @@ def _prefill(
 ) -> Question:
     """One whole prompt of so many tokens, in a class."""
     length, bound = sizes
-    at = _Cached.of(kernels, heads, (1, length, length), kv_dtype, unit)
-    q_THD = at.q[0].transpose(0, 1).contiguous()
     starts = torch.tensor([0, length], dtype=torch.int32, device=kernels.device)
 
+    @cache
+    def given() -> tuple[_Sequences, Tensor]:
+        at = _Sequences.of(kernels, heads, (1, length, length), kv_dtype, unit)
+        return at, at.q[0].transpose(0, 1).contiguous()
+
     def by(shape: Shape) -> Tensor:
+        at, q_THD = given()
         out_THD = torch.empty_like(q_THD)
         prefill(
             q_THD,
@@ -360,6 +364,7 @@ def _prefill(
         return out_THD
 
     def truth() -> Tensor:
+        at, _ = given()
         parts = [_exact_rows(at.q, at.k, at.v, row) for row in range(0, length, _ROWS)]
         return torch.cat(parts, 1)[0]
 
@@ -380,14 +385,18 @@ def _decode(
     kernels: TritonKernels, heads: Heads, length: int, kv_dtype: torch.dtype, unit: int
 ) -> Question:
     """One row of each of some sequences."""
-    at = _Cached.of(kernels, heads, (_DECODES, length, 1), kv_dtype, unit)
-    q_BHD = at.q.squeeze(2).contiguous()
     usual, *_ = shapes = decode_candidates(heads.dim, kernels.capability)
-    scratch = DecodeScratch.allocate(
-        _DECODES, heads.query, heads.dim, length, usual.split, str(kernels.device)
-    )
+
+    @cache
+    def given() -> tuple[_Sequences, Tensor, DecodeScratch]:
+        at = _Sequences.of(kernels, heads, (_DECODES, length, 1), kv_dtype, unit)
+        scratch = DecodeScratch.allocate(
+            _DECODES, heads.query, heads.dim, length, usual.split, str(kernels.device)
+        )
+        return at, at.q.squeeze(2).contiguous(), scratch
 
     def by(shape: DecodeShape) -> Tensor:
+        at, q_BHD, scratch = given()
         out_BHD = torch.empty_like(q_BHD)
         decode(
             q_BHD,
@@ -403,6 +412,7 @@ def _decode(
         return out_BHD
 
     def truth() -> Tensor:
+        at, *_ = given()
         rows = [(at.q[i : i + 1], at.k[i : i + 1], at.v[i : i + 1]) for i in range(_DECODES)]
         return torch.cat([_attended(q, k, v)[:, 0] for q, k, v in rows])
 
