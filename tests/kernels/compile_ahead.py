@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from tailrace.kernels.attention_shapes import ADA, HOPPER, decode_candidates, prefill_candidates
+from tailrace.kernels.dependent_launch import has_dependent_launches
 from tailrace.kernels.linear import (
     triton_float8,
     triton_float8_rows,
@@ -88,6 +89,8 @@ class Case:
     registers: int | None = None
     """A thread at the start, where warps of several kinds then divide them."""
     source: type[ASTSource] = ASTSource
+    is_dependent: bool = False
+    """Whether it starts before the kernel ahead of it has ended."""
 
 
 def float8_cases(kind: int) -> Iterator[Case]:
@@ -344,13 +347,23 @@ def sampling_cases() -> Iterator[Case]:
         yield Case(f"sample_{name}", kernel, constants, warps.get(name, 4), types=types)
 
 
+def dependent_cases(kind: int, cases: list[Case]) -> Iterator[Case]:
+    """Those of the kernels that can be launched so, where the hardware knows it."""
+    if not has_dependent_launches((kind // 10, kind % 10)):
+        return
+    for case in cases:
+        if "DEPENDENT" in case.kernel.arg_names:
+            yield replace(case, name=f"{case.name} dependent", is_dependent=True)
+
+
 def build(case: Case, arch: int) -> Any:
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], list[list[Any]]] = {}
+    known = {"DEPENDENT": case.is_dependent, **case.constants}
     for index, name in enumerate(case.kernel.arg_names):
-        if name in case.constants:
-            signature[name], constants[index,] = "constexpr", case.constants[name]
+        if name in known:
+            signature[name], constants[index,] = "constexpr", known[name]
             continue
         signature[name] = case.types.get(name, "i32")
         # What the launcher finds out by itself: pointers and strides are multiples of 16.
@@ -360,6 +373,8 @@ def build(case: Case, arch: int) -> Any:
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     if case.registers is not None:
         options["maxnreg"] = case.registers
+    if case.is_dependent:
+        options["launch_pdl"] = True
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
@@ -382,6 +397,18 @@ def usage(compiled: Any) -> dict[str, int]:
     }
 
 
+def dependence(compiled: Any) -> dict[str, int]:
+    """Waits and signals in the code, and what is written or copied before the first wait."""
+    before, wait, after = compiled.asm["ptx"].partition("griddepcontrol.wait")
+    return {
+        "waits": 1 + after.count("griddepcontrol.wait") if wait else 0,
+        "signals": (before + after).count("griddepcontrol.launch_dependents"),
+        "early": len(re.findall(r"\b(?:st|atom|red)\.\S*global|\bcp\.async", before))
+        if wait
+        else 0,
+    }
+
+
 def main(kind: int) -> None:
     cases = [
         *attention_cases(kind, (16, WHOLE)),
@@ -394,8 +421,11 @@ def main(kind: int) -> None:
         *int8_cases(kind),
         *sampling_cases(),
     ]
+    cases += dependent_cases(kind, cases)
     for case in cases:
-        print(json.dumps({"name": case.name, **usage(build(case, kind))}), flush=True)  # noqa: T201
+        compiled = build(case, kind)
+        found = {"name": case.name, **usage(compiled), **dependence(compiled)}
+        print(json.dumps(found), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

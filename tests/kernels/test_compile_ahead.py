@@ -46,6 +46,19 @@ def test_every_kernel_compiles_within_the_gpus_means(kind, pytestconfig, tmp_pat
         assert any(entry["name"].startswith(name) for entry in kernels) == (kind >= HOPPER)
     float8 = {entry["name"].split()[0] for entry in kernels if entry["name"].endswith("float8")}
     assert float8 == ({"prefill", "decode", "rope_cache"} if kind >= ADA else set())
+    dependent = [entry for entry in kernels if entry["name"].endswith(" dependent")]
+    assert {entry["name"].split()[0] for entry in dependent} == (
+        {
+            "decode", "rope_cache", "rms_norm", "silu_mul", "skinny", "int4", "float8_skinny",
+            "quantize_rows", "rms_norm_float8", "silu_mul_float8",
+        }
+        if kind >= HOPPER
+        else set()
+    )  # fmt: skip
+    for entry in kernels:
+        is_dependent = entry in dependent
+        assert (entry["waits"], entry["signals"]) == (is_dependent, is_dependent), entry
+        assert entry["early"] == 0, entry
     for entry in kernels:
         assert entry["registers"] <= 255, entry
         # Sums fill the registers; what is spilled is read once a chunk of 128 x 256 weights, or

@@ -26,6 +26,13 @@ import torch
 import triton
 import triton.language as tl
 
+from tailrace.kernels.dependent_launch import (
+    AHEAD,
+    launch_options,
+    let_next_start,
+    prefetch,
+    wait_for_last,
+)
 from tailrace.kernels.linear.float8 import BLOCK
 from tailrace.kernels.linear.ways import MANY, Ways
 
@@ -59,7 +66,9 @@ def float8_skinny_kernel(
     IS_SPLIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    let_next_start(DEPENDENT)
     tile = tl.program_id(0)
     split = tl.program_id(1)
     outputs = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -72,6 +81,12 @@ def float8_skinny_kernel(
     w_at = w_ptr + outputs.to(tl.int64)[:, None] * K
     x_at = x_ptr + rows[None, :] * K
     dtype = x_ptr.dtype.element_ty
+    if DEPENDENT:
+        # A step of an output is one line.
+        early = (low + tl.arange(0, AHEAD)) * BLOCK_K
+        known = tl.minimum(outputs, N - 1).to(tl.int64)[:, None] * K
+        prefetch(w_ptr + known + tl.minimum(early, K - 1)[None, :], DEPENDENT)
+        wait_for_last(DEPENDENT)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in tl.range(low, high, num_stages=STAGES):
         columns = step * BLOCK_K + inner
@@ -323,6 +338,7 @@ def float8_skinny(
         STAGES=shape.num_stages,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
+        **launch_options(),
     )
     return out_TO
 

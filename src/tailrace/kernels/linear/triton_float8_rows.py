@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from tailrace.kernels.dependent_launch import launch_options, take_turn
 from tailrace.kernels.linear.float8_rows import LEAST_SCALE, Float8Rows, empty_rows
 
 if TYPE_CHECKING:
@@ -49,8 +50,9 @@ def _store_float8(
 @triton.jit(do_not_specialize=["scales_stride"])
 def quantize_rows_kernel(
     x_ptr, values_ptr, scales_ptr, scales_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    take_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * WIDTH + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
@@ -70,7 +72,9 @@ def rms_norm_float8_kernel(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_X: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    take_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < WIDTH
@@ -89,8 +93,9 @@ def rms_norm_float8_kernel(
 @triton.jit(do_not_specialize=["scales_stride"])
 def silu_mul_float8_kernel(
     x_ptr, values_ptr, scales_ptr, scales_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    take_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < WIDTH
@@ -155,7 +160,8 @@ def silu_mul_float8(gate_up_T2F: Tensor, *, group: int = 0) -> Float8Rows:
     return out
 
 
-def _constants(width: int, group: int) -> dict[str, int]:
+def _constants(width: int, group: int) -> dict[str, int | bool]:
     block = max(triton.next_power_of_2(width), group)
     warps = min(max(block // 512, 1), 16)
-    return {"WIDTH": width, "BLOCK": block, "GROUP": group, "num_warps": warps}
+    sizes = {"WIDTH": width, "BLOCK": block, "GROUP": group, "num_warps": warps}
+    return sizes | launch_options()

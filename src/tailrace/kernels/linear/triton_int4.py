@@ -22,6 +22,14 @@ import torch
 import triton
 import triton.language as tl
 
+from tailrace.kernels.dependent_launch import (
+    AHEAD,
+    LINE_BYTES,
+    launch_options,
+    let_next_start,
+    prefetch,
+    wait_for_last,
+)
 from tailrace.kernels.linear.ways import MANY, Ways
 
 if TYPE_CHECKING:
@@ -126,7 +134,9 @@ def int4_kernel(
     HAS_BIAS: tl.constexpr,
     COMPILED: tl.constexpr,
     STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    let_next_start(DEPENDENT)
     QUARTER: tl.constexpr = CHUNK // 4
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -139,6 +149,16 @@ def int4_kernel(
     codes_at = codes_ptr + outputs[:, None] * QUARTER + inner[None, :]
     x_at = x_ptr + rows[None, :] * K + inner[:, None]
     dtype = x_ptr.dtype.element_ty
+    if DEPENDENT:
+        # A tile's codes of a chunk lie in one piece.
+        early = tl.minimum(low + tl.arange(0, AHEAD), high - 1)[:, None]
+        lines = tl.arange(0, BLOCK_N * QUARTER * 2 // LINE_BYTES)[None, :] * (LINE_BYTES // 2)
+        piece = (early * padded_n + tile * BLOCK_N) * QUARTER
+        prefetch(codes_ptr + piece + lines, DEPENDENT)
+        words = tl.arange(0, BLOCK_N * 4 // LINE_BYTES)[None, :] * (LINE_BYTES // 4)
+        scales = (early // CHUNKS_A_GROUP) * padded_n + tile * BLOCK_N
+        prefetch(meta_ptr + scales + words, DEPENDENT)
+        wait_for_last(DEPENDENT)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for chunk in tl.range(low, high, num_stages=STAGES):
         codes = tl.load(codes_at + chunk * padded_n * QUARTER, eviction_policy="evict_first")
@@ -334,6 +354,7 @@ def int4_linear(
         STAGES=shape.num_stages,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
+        **launch_options(),
     )
     return out_TO
 

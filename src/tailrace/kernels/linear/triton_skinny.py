@@ -19,6 +19,14 @@ import torch
 import triton
 import triton.language as tl
 
+from tailrace.kernels.dependent_launch import (
+    AHEAD,
+    LINE_BYTES,
+    launch_options,
+    let_next_start,
+    prefetch,
+    wait_for_last,
+)
 from tailrace.kernels.linear.ways import Ways
 from tailrace.kernels.linear.workspace import SplitScratch
 
@@ -84,7 +92,9 @@ def skinny_kernel(
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    let_next_start(DEPENDENT)
     tile = tl.program_id(0)
     split = tl.program_id(1)
     outputs = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -95,6 +105,12 @@ def skinny_kernel(
     low = split * span
     w_rows = w_ptr + outputs.to(tl.int64)[:, None] * K
     x_rows = x_ptr + rows[None, :] * K
+    if DEPENDENT:
+        line: tl.constexpr = LINE_BYTES * 8 // w_ptr.dtype.element_ty.primitive_bitwidth
+        early = low + tl.arange(0, AHEAD * BLOCK_K // line) * line
+        known = tl.minimum(outputs, N - 1).to(tl.int64)[:, None] * K
+        prefetch(w_ptr + known + tl.minimum(early, K - 1)[None, :], DEPENDENT)
+        wait_for_last(DEPENDENT)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(low, min(low + span, K), BLOCK_K):
         columns = start + inner
@@ -193,6 +209,7 @@ def skinny_linear(
         HAS_BIAS=bias_O is not None,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
+        **launch_options(),
     )
     return out_TO
 

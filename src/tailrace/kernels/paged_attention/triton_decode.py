@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tailrace.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
 from tailrace.kernels.kv_scales import UNSCALED, KVScales
 from tailrace.kernels.paged_attention.triton_prefill import LOG2_E
 
@@ -72,12 +73,18 @@ def decode_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    let_next_start(DEPENDENT)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2)
     kv_len = tl.load(kv_lens + row)
     low = split * SPLIT
+    # Lengths are the step's own, and the first split of a row always waits: see `dependent_launch`.
+    if (low >= kv_len) & (split > 0):
+        return
+    wait_for_last(DEPENDENT)
     members = tl.arange(0, PADDED)
     dims = tl.arange(0, HEAD_DIM)
     is_member = members < GROUP
@@ -90,9 +97,8 @@ def decode_kernel(
     places = (members * HEAD_DIM)[:, None] + dims[None, :]
     acc = tl.zeros([PADDED, HEAD_DIM], tl.float32)
     if low >= kv_len:
-        if split == 0:
-            # A padded row has no keys: zeros, for what it holds flows on through the layers.
-            tl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=is_member[:, None])
+        # A padded row has no keys: zeros, for what it holds flows on through the layers.
+        tl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=is_member[:, None])
         return
     high = tl.minimum(low + SPLIT, kv_len)
     q = tl.load(q_ptr + places, mask=is_member[:, None], other=0.0)
@@ -263,4 +269,5 @@ def decode(
         SPLIT=shape.split,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
+        **launch_options(),
     )

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tailrace.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -25,10 +27,14 @@ def rms_norm_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_X: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    let_next_start(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < WIDTH
+    weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
+    wait_for_last(DEPENDENT)
     values = tl.load(residual_ptr + row * WIDTH + columns, mask=is_column, other=0.0)
     values = values.to(tl.float32)
     if HAS_X:
@@ -36,7 +42,6 @@ def rms_norm_kernel(
         values += x.to(tl.float32)
         tl.store(residual_ptr + row * WIDTH + columns, values, mask=is_column)
     scale = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
-    weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
     y = values * scale * weight
     tl.store(out_ptr + row * WIDTH + columns, y.to(out_ptr.dtype.element_ty), mask=is_column)
 
@@ -73,5 +78,6 @@ def add_rms_norm(
         BLOCK=block,
         HAS_X=x_TD is not None,
         num_warps=min(max(block // 512, 1), 8),
+        **launch_options(),
     )
     return out_TD

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tailrace.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
 from tailrace.kernels.kv_scales import UNSCALED, KVScales
 from tailrace.kernels.linear.float8 import FLOAT8
 
@@ -60,7 +61,9 @@ def rope_cache_kernel(
     UNIT: tl.constexpr,
     HAS_NORM: tl.constexpr,
     IS_FLOAT8: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    let_next_start(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     total: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     heads = tl.arange(0, PADDED)
@@ -69,6 +72,12 @@ def rope_cache_kernel(
     is_k = (heads >= NUM_HEADS) & (heads < NUM_HEADS + NUM_KV_HEADS)
     is_v = (heads >= NUM_HEADS + NUM_KV_HEADS) & (heads < total)
     is_head = (heads < total)[:, None]
+    # Positions and slots are the step's own, and nobody writes the tables.
+    position = tl.load(positions + row).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    cos = tl.load(cos_ptr + position * HALF + dims)[None, :]
+    sin = tl.load(sin_ptr + position * HALF + dims)[None, :]
+    wait_for_last(DEPENDENT)
     source = qkv_ptr + (row * total + heads)[:, None] * (2 * HALF) + dims[None, :]
     left = tl.load(source, mask=is_head, other=0.0).to(tl.float32)
     right = tl.load(source + HALF, mask=is_head, other=0.0).to(tl.float32)
@@ -83,9 +92,6 @@ def rope_cache_kernel(
         k_right = tl.load(k_norm_ptr + HALF + dims)[None, :]
         new_left = left * scale * tl.where(is_q[:, None], q_left, k_left)
         new_right = right * scale * tl.where(is_q[:, None], q_right, k_right)
-    position = tl.load(positions + row).to(tl.int64)
-    cos = tl.load(cos_ptr + position * HALF + dims)[None, :]
-    sin = tl.load(sin_ptr + position * HALF + dims)[None, :]
     turned_left = new_left * cos - new_right * sin
     turned_right = new_right * cos + new_left * sin
 
@@ -94,7 +100,6 @@ def rope_cache_kernel(
     tl.store(target, turned_left.to(dtype), mask=is_q[:, None])
     tl.store(target + HALF, turned_right.to(dtype), mask=is_q[:, None])
 
-    slot = tl.load(slots + row).to(tl.int64)
     if slot >= 0:
         unit, offset = slot // UNIT, slot % UNIT
         k_heads = heads - NUM_HEADS
@@ -183,5 +188,6 @@ def rope_and_cache(
         HAS_NORM=has_norm,
         IS_FLOAT8=k_cache.dtype == FLOAT8,
         num_warps=4,
+        **launch_options(),
     )
     return q_THD

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tailrace.kernels.dependent_launch import launch_options, take_turn
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -15,7 +17,10 @@ BLOCK = 1024
 
 
 @triton.jit
-def silu_mul_kernel(x_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def silu_mul_kernel(
+    x_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    take_turn(DEPENDENT)
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < WIDTH
@@ -37,6 +42,6 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     if rows == 0:
         return out_TF
     silu_mul_kernel[(triton.cdiv(width, BLOCK), rows)](
-        gate_up_T2F, out_TF, WIDTH=width, BLOCK=BLOCK, num_warps=4
+        gate_up_T2F, out_TF, WIDTH=width, BLOCK=BLOCK, num_warps=4, **launch_options()
     )
     return out_TF
