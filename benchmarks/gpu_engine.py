@@ -3,6 +3,11 @@
     PYTHONPATH=src:. python benchmarks/gpu_engine.py --out DIR [--skip-check | --only-check]
         [--profile] [--kv-cache-dtype fp8] [--weights awq|fp8|fp8-blocks]
         [--prefill-weights same|fp8|bf16]
+    PYTHONPATH=src:. python benchmarks/gpu_engine.py --out DIR --launches [--weights ...]
+
+Launches: nothing but decode steps by dependent launches (kernels/dependent_launch.py) beside steps
+by plain ones, alternated over one running batch; before that, tokens and their log-probabilities
+by both must be equal, bit for bit.
 
 Check: a tiny random checkpoint of each family, several prompts batched, chunked and out of CUDA
 graphs; every token chosen must be, by transformers in float32 on the same history, the best or
@@ -23,10 +28,13 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tailrace.config import EngineConfig
     from tailrace.engine.engine import Engine
     from tailrace.kernels.kv_scales import KVScales
@@ -77,6 +85,11 @@ DECODES = ((1, 500), (1, 4500), (8, 4500), (32, 4500), (50, 500), (64, 4500), (1
 MIXED = ((50, 500, 512), (64, 4500, 1024), (64, 4500, 2048))
 """Decodes, their context, and the tokens of a step with prompts."""
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
+LAUNCHES = ((1, 500), (16, 500), (32, 500), (50, 500), (128, 500), (64, 4500))
+CHECKED = ((1, 1500), (8, 1500), (20, 700), (50, 700), (128, 100))
+"""Sequences and their longest prompts, where launches are compared."""
+ROUNDS, UNTIMED_STEPS, TIMED_STEPS = 6, 3, 16
+"""Of each arm."""
 
 
 def main() -> None:
@@ -85,6 +98,9 @@ def main() -> None:
     parser.add_argument("--skip-check", action="store_true")
     parser.add_argument("--only-check", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument(
+        "--launches", action="store_true", help="only compare dependent launches with plain ones"
+    )
     parser.add_argument(
         "--weights", choices=tuple(WEIGHTS), default="bf16",
         help="dummy weights that are timed; tailrace check-accuracy compares such formats",
@@ -95,7 +111,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     with ThreadPoolExecutor(1) as runner:
-        if not arguments.skip_check:
+        if not (arguments.skip_check or arguments.launches):
             for family in ("llama", "qwen2", "qwen3"):
                 check_family(family, runner, arguments.kv_cache_dtype)
         if arguments.only_check:
@@ -104,7 +120,7 @@ def main() -> None:
             quantization = WEIGHTS[arguments.weights][2]
             shape = QWEN_7B | ({"quantization_config": quantization} if quantization else {})
             (Path(folder) / "config.json").write_text(json.dumps(shape))
-            time_qwen(Path(folder), runner, arguments)
+            (compare_launches if arguments.launches else time_qwen)(Path(folder), runner, arguments)
 
 
 def make(config: EngineConfig, folder: Path, runner: ThreadPoolExecutor) -> tuple[Engine, dict]:
@@ -286,6 +302,128 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
         profile(engine, "mixed step: 64 decodes x 4500 and 960 prompt tokens", 5)
         drain(engine)
     print(f"peak memory {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB")
+
+
+def compare_launches(
+    folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Namespace
+) -> None:
+    from tailrace.config import EngineConfig
+
+    config = EngineConfig(
+        model_path=str(folder), load_format="dummy", gpus=(0,), max_batch_size=128,
+        context_length=8192, max_num_batched_tokens=8192, prefix_cache=False, itl_target_ms=0,
+        kv_cache_dtype=arguments.kv_cache_dtype, prefill_weights="same",
+        gpu_memory_utilization=0.8,
+    )  # fmt: skip
+    engine, kept = make(config, folder, runner)
+    device = kept["loaded"].runner
+    begun = time.monotonic()
+    dependent = runner.submit(partial(device.captured_decodes, dependent=True)).result()
+    print(f"captured by dependent launches in {time.monotonic() - begun:.1f} s", flush=True)
+    arms = {"plain": device.serve_by(dependent), "dependent": dependent}
+
+    def serve(arm: str) -> None:
+        # On the runner's thread, so between the steps that it queues.
+        runner.submit(device.serve_by, arms[arm]).result()
+
+    for batch, longest in CHECKED:
+        check_launches(engine, serve, batch, longest)
+    weight_bytes = WEIGHTS[arguments.weights][0]
+    rows = []
+    for batch, context in LAUNCHES:
+        times, keys = decode_steps(engine, serve, batch, context)
+        kv_bytes = KV_BYTES // 2 if config.kv_is_float8 else KV_BYTES
+        floor = 1e3 * (weight_bytes + keys * kv_bytes) / COPY
+        plain, ours = (statistics.median(times[arm]) for arm in arms)
+        rows.append({"batch": batch, "context": context, "floor_ms": floor, "ms": times})
+        print(
+            f"decode, {batch:>3} x {context}: plain {plain:6.3f} ms ({plain / floor:.2f} x), "
+            f"dependent {ours:6.3f} ms ({ours / floor:.2f} x), saved {1e3 * (plain - ours):5.0f} "
+            f"us; floor {floor:.2f} ms; quartiles of a step's difference by rounds "
+            f"{quartiles(times)} us",
+            flush=True,
+        )
+    name = f"gpu_launches_{arguments.weights}_kv-{arguments.kv_cache_dtype}.json"
+    (arguments.out / name).write_text(json.dumps({"weights": arguments.weights, "rows": rows}))
+
+
+def quartiles(times: dict[str, list[float]]) -> str:
+    """Return the quartiles, over rounds, of what a median step saves, in microseconds."""
+    medians = [
+        [
+            statistics.median(times[arm][first : first + TIMED_STEPS])
+            for first in range(0, len(times[arm]), TIMED_STEPS)
+        ]
+        for arm in ("plain", "dependent")
+    ]
+    saved = [1e3 * (plain - ours) for plain, ours in zip(*medians, strict=True)]
+    return " / ".join(f"{value:.0f}" for value in statistics.quantiles(saved))
+
+
+def check_launches(engine: Engine, serve: Callable[[str], None], batch: int, longest: int) -> None:
+    """Exit unless both arms give the same bits, twice."""
+    found = []
+    for arm in ("plain", "dependent", "plain", "dependent"):
+        serve(arm)
+        found.append((scored(engine, batch, longest, logprobs=0), scored(engine, batch, longest)))
+    plain, dependent, plain_again, dependent_again = found
+    if plain != plain_again:
+        raise SystemExit(f"{batch} sequences: plain launches differ from themselves")
+    if not plain == dependent == dependent_again:
+        raise SystemExit(f"{batch} sequences: dependent launches do not give what plain ones do")
+    tokens = sum(map(len, plain[0].values()))
+    print(f"launches, {batch:>3} sequences: {tokens} tokens and scores are the same", flush=True)
+
+
+def scored(
+    engine: Engine, batch: int, longest: int, logprobs: int | None = None
+) -> dict[str, list[tuple[int, float]]]:
+    """Return the tokens of some prompts, each with its log-probability, if that is asked for."""
+    from tailrace.types import EngineRequest, SamplingParams
+
+    sampling = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=logprobs)
+    draw = random.Random(batch)
+    for index in range(batch):
+        ids = [draw.randrange(1000, 150000) for _ in range(draw.randrange(1, longest))]
+        engine.add(
+            EngineRequest(
+                request_id=str(index), token_ids=ids, sampling=sampling, arrival_s=float(index)
+            )
+        )
+    found: dict[str, list[tuple[int, float]]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            if output.finish_reason == "error":
+                raise SystemExit(f"request {output.request_id}: {output.error}")
+            scores = [entry.logprob for entry in output.logprobs or ()] or [0.0] * len(
+                output.token_ids
+            )
+            pairs = zip(output.token_ids, scores, strict=True)
+            found.setdefault(output.request_id, []).extend(pairs)
+    return found
+
+
+def decode_steps(
+    engine: Engine, serve: Callable[[str], None], batch: int, context: int
+) -> tuple[dict[str, list[float]], int]:
+    """Return the milliseconds of each arm's steps, and the keys halfway through them."""
+    begin(engine, batch, context, 400)
+    times: dict[str, list[float]] = {"plain": [], "dependent": []}
+    keys = []
+    for index in range(ROUNDS):
+        keys.append(sum(s.num_computed for s in engine.scheduler.running))
+        # Sequences grow: each arm goes first as often as the other.
+        for arm in list(times)[:: 1 - 2 * (index % 2)]:
+            serve(arm)
+            for _ in range(UNTIMED_STEPS):
+                engine.step()
+            for _ in range(TIMED_STEPS):
+                begun = time.perf_counter()
+                engine.step()
+                times[arm].append(1e3 * (time.perf_counter() - begun))
+    engine.abort([s.request_id for s in list(engine.scheduler.running)])
+    drain(engine)
+    return times, keys[ROUNDS // 2]
 
 
 def submit(engine: Engine, count: int, length: int, tokens: int, first: int = 0) -> None:

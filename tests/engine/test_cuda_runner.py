@@ -26,7 +26,8 @@ from tailrace.engine.runner import Runner
 from tailrace.engine.sampler import Sampler
 from tailrace.engine.scheduler import Chunk, Scheduler, Step
 from tailrace.engine.sequence import Sequence
-from tailrace.errors import DeviceMemoryError
+from tailrace.errors import DeviceMemoryError, EngineError
+from tailrace.kernels.dependent_launch import launch_options
 from tailrace.kernels.torch_kernels import TorchKernels
 from tailrace.kernels.triton_kernels import TritonKernels
 from tailrace.models.loader import load_model
@@ -325,6 +326,42 @@ def test_before_a_capture_runs_one_layer_of_each_kind_and_graphs_hold_all(
     assert len(frames) > 3
     expected = [(layers, layers, frame.decodes) for layers in (2, 4) for frame in frames]
     assert depths == expected
+
+
+def test_decodes_are_captured_once_more_by_dependent_launches_and_serve_when_asked(
+    folder, device_of_graphs, monkeypatch
+):
+    launches = []
+
+    def forward(self, ids, batch, caches, scales=None):
+        launches.append((batch.num_decodes == len(ids), launch_options()["DEPENDENT"]))
+        return torch.zeros(len(ids), self.config.hidden_size)
+
+    runner = gpu_runner(folder, CudaRunner)
+    monkeypatch.setattr(type(runner.model), "forward", forward)
+    runner.capture()
+    assert {is_dependent for _, is_dependent in launches} == {False}
+    assert {is_decode for is_decode, _ in launches} == {False, True}
+    launches.clear()
+    monkeypatch.setattr(runner, "_has_dependent_launches", True)
+    graphs = dict(runner._graphs)
+    dependent = runner.captured_decodes(dependent=True)
+    assert set(launches) == {(True, True)}
+    assert runner._graphs == graphs
+    decodes = [frame for frame in graphs if not frame.tokens]
+    assert list(dependent.graphs) == list(dependent.outputs) == decodes
+    before = runner.serve_by(dependent)
+    assert before.graphs == graphs
+    assert runner._graphs == graphs | dependent.graphs
+    assert list(runner._graphs) == list(graphs)
+    runner.serve_by(before)
+    assert runner._graphs == graphs
+    assert runner._graph_outputs == before.outputs
+
+
+def test_dependent_launches_are_refused_where_the_device_does_not_know_them(folder):
+    with pytest.raises(EngineError, match="does not know them"):
+        gpu_runner(folder, CudaRunner).captured_decodes(dependent=True)
 
 
 def test_layers_that_differ_are_kinds_of_their_own(folder):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import triton
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
@@ -349,7 +350,7 @@ def sampling_cases() -> Iterator[Case]:
 
 def dependent_cases(kind: int, cases: list[Case]) -> Iterator[Case]:
     """Those of the kernels that can be launched so, where the hardware knows it."""
-    if not has_dependent_launches((kind // 10, kind % 10)):
+    if not has_dependent_launches(torch.device("cuda"), (kind // 10, kind % 10)):
         return
     for case in cases:
         if "DEPENDENT" in case.kernel.arg_names:
@@ -399,13 +400,13 @@ def usage(compiled: Any) -> dict[str, int]:
 
 def dependence(compiled: Any) -> dict[str, int]:
     """Waits and signals in the code, and what is written or copied before the first wait."""
-    before, wait, after = compiled.asm["ptx"].partition("griddepcontrol.wait")
+    ptx = compiled.asm["ptx"]
+    before, wait, _ = ptx.partition("griddepcontrol.wait")
+    early = re.findall(r"\b(?:st|atom|red)\.\S*global|\bcp\.async", before) if wait else []
     return {
-        "waits": 1 + after.count("griddepcontrol.wait") if wait else 0,
-        "signals": (before + after).count("griddepcontrol.launch_dependents"),
-        "early": len(re.findall(r"\b(?:st|atom|red)\.\S*global|\bcp\.async", before))
-        if wait
-        else 0,
+        "waits": ptx.count("griddepcontrol.wait"),
+        "signals": ptx.count("griddepcontrol.launch_dependents"),
+        "early": len(early),
     }
 
 

@@ -44,6 +44,7 @@ from tailrace.engine.scheduler import Step
 from tailrace.engine.slot_tables import SlotTables
 from tailrace.engine.staging import RING, Packed, Staging
 from tailrace.errors import DeviceMemoryError, EngineError
+from tailrace.kernels.dependent_launch import dependent_launches, has_dependent_launches
 from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.paged_attention.device_batch import DeviceBatch, cut_tiles
 from tailrace.kernels.sampling.rows import NOT_FINITE
@@ -96,6 +97,14 @@ class PreparedDeviceStep:
     sample_slots: list[int]
     prompt_rows: list[PromptRows]
     admissions: list[Admission]
+
+
+@dataclass(frozen=True)
+class CapturedSteps:
+    """Graphs by their frames, and where each leaves its logits and ids."""
+
+    graphs: dict[Frame, torch.cuda.CUDAGraph]
+    outputs: dict[Frame, tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass
@@ -222,6 +231,7 @@ class CudaRunner:
         self.prefill_weights = prefill_weights
         self.sampler = sampler
         self.device = kernels.device
+        self._has_dependent_launches = has_dependent_launches(kernels.device, kernels.capability)
         self.block_size = block_size
         self.num_slots = num_slots
         self._token_budget = token_budget
@@ -571,11 +581,40 @@ class CudaRunner:
             self._padded_sizes = list(range(self.num_slots + 1))
         chosen = [*map(Frame, self._buckets), *self._mixed]
         chosen.sort(key=lambda frame: frame.rows, reverse=True)
-        runs = [self._warmed(frame) for frame in chosen]
+        self.serve_by(self._captured(chosen))
+
+    @torch.inference_mode()
+    def captured_decodes(self, *, dependent: bool) -> CapturedSteps:
+        """Capture the steps of decodes once more, after `capture`; what serves stays as it is.
+
+        Args:
+            dependent: Whether by dependent launches (see kernels/dependent_launch.py).
+
+        Raises:
+            EngineError: They are asked for, and the GPU does not know them.
+            RuntimeError: The device has no memory for the graphs.
+        """
+        if dependent and not self._has_dependent_launches:
+            raise EngineError("dependent launches: this GPU does not know them; Hopper does")
+        with dependent_launches(on=dependent):
+            return self._captured([Frame(size) for size in reversed(self._buckets)])
+
+    def serve_by(self, steps: CapturedSteps) -> CapturedSteps:
+        """Let these serve instead of those of the same frames; return all that served before."""
+        before = CapturedSteps(dict(self._graphs), dict(self._graph_outputs))
+        self._graphs.update(steps.graphs)
+        self._graph_outputs.update(steps.outputs)
+        return before
+
+    def _captured(self, frames: Sequence[Frame]) -> CapturedSteps:
+        """Capture frames, the largest first."""
+        runs = [self._warmed(frame) for frame in frames]
+        steps = CapturedSteps({}, {})
         stream, pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
         with quietly():
-            for frame, run in zip(chosen, runs, strict=True):
-                self._graphs[frame], self._graph_outputs[frame] = captured(run, stream, pool)
+            for frame, run in zip(frames, runs, strict=True):
+                steps.graphs[frame], steps.outputs[frame] = captured(run, stream, pool)
+        return steps
 
     def _warmed(self, frame: Frame) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
         """Run a frame with one layer of each kind, and return what runs all of them.

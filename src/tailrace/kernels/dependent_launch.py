@@ -30,6 +30,8 @@ import triton.language as tl
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import torch
+
     from tailrace.kernels.attention_shapes import Capability
 
 LEAST_CAPABILITY = (9, 0)
@@ -37,9 +39,9 @@ LEAST_CAPABILITY = (9, 0)
 _is_on: ContextVar[bool] = ContextVar("dependent launches", default=False)
 
 
-def has_dependent_launches(capability: Capability) -> bool:
-    """Whether a GPU knows them."""
-    return capability >= LEAST_CAPABILITY
+def has_dependent_launches(device: torch.device, capability: Capability) -> bool:
+    """Whether a device knows them: a GPU of that compute capability, not the interpreter."""
+    return device.type == "cuda" and capability >= LEAST_CAPABILITY
 
 
 @contextmanager
@@ -60,21 +62,21 @@ def launch_options() -> dict[str, bool]:
 
 
 @triton.jit
-def let_next_start(DEPENDENT: tl.constexpr):  # noqa: ANN201  # Triton's language
+def let_next_start(DEPENDENT: tl.constexpr):
     """Let the next kernel's programs start once all programs of this one have come here."""
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def wait_for_last(DEPENDENT: tl.constexpr):  # noqa: ANN201  # Triton's language
+def wait_for_last(DEPENDENT: tl.constexpr):
     """Wait until the kernel before has ended and what it wrote can be seen."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def take_turn(DEPENDENT: tl.constexpr):  # noqa: ANN201  # Triton's language
+def take_turn(DEPENDENT: tl.constexpr):
     """Let the next start and wait for the one before: what a kernel without weights begins with."""
     let_next_start(DEPENDENT)
     wait_for_last(DEPENDENT)
@@ -87,7 +89,7 @@ AHEAD: tl.constexpr = tl.constexpr(4)
 
 
 @triton.jit
-def prefetch(pointers, DEPENDENT: tl.constexpr):  # noqa: ANN001, ANN201  # likewise
+def prefetch(pointers, DEPENDENT: tl.constexpr):
     """Ask for the lines at `pointers`, which must be valid, in the second-level cache.
 
     While a kernel waits, memory is idle but for the tail of the one before. What a kernel that is
