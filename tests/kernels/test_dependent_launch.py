@@ -1,4 +1,4 @@
-"""The switch of dependent launches; what kernels do with it is seen where they are compiled ahead."""
+"""The switch of dependent launches; kernels compiled ahead show what they make of it."""
 
 from __future__ import annotations
 
