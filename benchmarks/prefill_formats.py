@@ -1,7 +1,7 @@
 """What a prompt's products may be rounded to: formats of the prefill's weights, by their accuracy.
 
-    python benchmarks/prefill_formats.py [--device cuda] [--model MODEL] [--plain]
-        [--positions 20480] [--only NAME ...]
+    PYTHONPATH=src:. python benchmarks/prefill_formats.py [--device cuda] [--model MODEL]
+        [--plain] [--positions 20480] [--only NAME ...]
 
 Each format rounds the weights once and the rows as they come, in float32: the values are those that
 tensor cores would multiply, the sums are not rounded. All are compared with the same checkpoint
@@ -75,6 +75,7 @@ FORMATS = (
     "w:channel x:row smooth0.5",
     "w:channel x:row smooth0.75",
     "w:channel x:row had64",
+    "w:channel x:row had128",
     "w:channel x:row had512",
     "w:channel x:group64 had64",
     "w:channel x:row but down",

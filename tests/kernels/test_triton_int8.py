@@ -241,6 +241,12 @@ def test_shapes_are_ordered_and_serve_any_number_of_rows():
     assert {shape for _, shape in HOPPER} <= set(SHAPES_TO_TIME)
 
 
+def test_two_programs_share_a_multiprocessor_where_they_fit():
+    assert Int8Shape(128, 128, 128, 4, 3).programs == 2
+    assert Int8Shape(128, 128, 128, 4, 4).programs == 1  # memory
+    assert Int8Shape(128, 128, 128, 8, 3).programs == 1  # registers
+
+
 # The layer
 
 

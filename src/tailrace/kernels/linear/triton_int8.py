@@ -110,6 +110,12 @@ def int8_kernel(
         )
 
 
+_WARPS_OF_TWO = 4
+"""Most warps of a program beside which another runs, at up to 255 registers a thread."""
+_SHARED_BYTES, _OTHER_SHARED_BYTES = 227 * 1024, 12 * 1024
+"""Of a multiprocessor, and of a program beside its stages: results in order, barriers, the rest."""
+
+
 @dataclass(frozen=True)
 class Int8Shape:
     """How the kernel is specialised for a number of rows."""
@@ -125,6 +131,18 @@ class Int8Shape:
         """Its name in a plan."""
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
         return f"{tile}, {self.num_warps} warps, {self.num_stages} stages"
+
+    @property
+    def programs(self) -> int:
+        """How many run on a Hopper multiprocessor: 2 where memory and registers are enough.
+
+        While one waits for its product, which Triton has it do for sums of int32, the other
+        multiplies.
+        """
+        ring = self.num_stages * (self.block_m + self.block_n) * self.block_k
+        if self.num_warps > _WARPS_OF_TWO or 2 * (ring + _OTHER_SHARED_BYTES) > _SHARED_BYTES:
+            return 1
+        return 2
 
 
 HOPPER: tuple[tuple[int, Int8Shape], ...] = (
@@ -220,7 +238,9 @@ def int8_product(
     if by_descriptor is None:
         by_descriptor = capability[0] == _DESCRIPTORS
     tiles = triton.cdiv(rows, shape.block_m) * triton.cdiv(outputs, shape.block_n)
-    programs = min(tiles, _multiprocessors(device)) if by_descriptor else tiles
+    programs = tiles
+    if by_descriptor:
+        programs = min(tiles, shape.programs * _multiprocessors(device))
     x8: Tensor | TensorDescriptor = x.values
     w8: Tensor | TensorDescriptor = weight.values
     if by_descriptor:
