@@ -50,13 +50,18 @@ def test_every_kernel_compiles_within_the_gpus_means(kind, pytestconfig, tmp_pat
     assert {entry["name"].split()[0] for entry in dependent} == (
         {
             "decode", "rope_cache", "rms_norm", "silu_mul", "skinny", "int4", "float8_skinny",
-            "quantize_rows", "rms_norm_float8", "silu_mul_float8",
+            "quantize_rows", "rms_norm_float8", "silu_mul_float8", "hopper_int4",
         }
         if kind >= HOPPER
         else set()
     )  # fmt: skip
     for entry in kernels:
         is_dependent = entry in dependent
+        if entry["name"].startswith("hopper_int4"):
+            # One warp waits; what others write follows the rows that it loads after that, though
+            # it stands before in the code.
+            assert [entry["waits"] > 0, entry["signals"] > 0] == [is_dependent] * 2, entry
+            continue
         assert (entry["waits"], entry["signals"]) == (is_dependent, is_dependent), entry
         assert entry["early"] == 0, entry
     for entry in kernels:
@@ -64,7 +69,7 @@ def test_every_kernel_compiles_within_the_gpus_means(kind, pytestconfig, tmp_pat
         # Sums fill the registers; what is spilled is read once a chunk of 128 x 256 weights, or
         # once a tile.
         spilled = 160 if entry["name"].startswith("hopper_int4 128") else 0
-        spilled = 40 if entry["name"].endswith("two units") else spilled
+        spilled = 40 if "two units" in entry["name"] else spilled
         assert entry["stack"] <= spilled, entry
         assert entry["local"] == 0, entry
         assert entry["shared"] <= SHARED_BYTES[kind], entry

@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tailrace.kernels.dependent_launch import launch_options
 from tailrace.kernels.linear.triton_int4 import UNPACK_BFLOAT16, UNPACK_FLOAT16
 
 if TYPE_CHECKING:
@@ -99,39 +100,81 @@ def _scale(meta):
 
 
 @gluon.jit
-def _produce(descs, rings, bars, low, high, sizes, CHUNKS_A_GROUP: gl.constexpr):
-    """Keep the rings full, a unit a slot."""
+def _load_weights(descs, rings, bar, slot, tile, chunk, sizes, CHUNKS_A_GROUP: gl.constexpr):
+    """Begin a unit: of the slot's bytes, all that no kernel of a step writes."""
     codes_desc, x_desc, meta_desc = descs
     codes_ring, x_ring, meta_ring = rings
-    full, free = bars
     N, padded_n, num_rows, chunks, units, span = sizes
-    STAGES: gl.constexpr = codes_ring.shape[0]
-    PIECES: gl.constexpr = x_ring.shape[0] // STAGES
+    PIECES: gl.constexpr = x_ring.shape[0] // codes_ring.shape[0]
     BLOCK_N: gl.constexpr = codes_ring.shape[1]
+    mbarrier.expect(
+        bar,
+        codes_desc.block_type.nbytes
+        + PIECES * x_desc.block_type.nbytes
+        + meta_desc.block_type.nbytes,
+    )
+    at = chunk * padded_n + tile * BLOCK_N
+    tma.async_copy_global_to_shared(codes_desc, [at, 0], bar, codes_ring.index(slot))
+    tma.async_copy_global_to_shared(
+        meta_desc, [chunk // CHUNKS_A_GROUP, tile * BLOCK_N], bar, meta_ring.index(slot)
+    )
+
+
+@gluon.jit
+def _load_rows(descs, rings, bar, slot, chunk):
+    codes_desc, x_desc, meta_desc = descs
+    codes_ring, x_ring, meta_ring = rings
+    PIECES: gl.constexpr = x_ring.shape[0] // codes_ring.shape[0]
     PIECE: gl.constexpr = x_ring.shape[1]
     CHUNK: gl.constexpr = x_ring.shape[2]
-    tile = low // chunks
-    chunk = low - tile * chunks
+    for piece in gl.static_range(PIECES):
+        tma.async_copy_global_to_shared(
+            x_desc, [piece * PIECE, chunk * CHUNK], bar, x_ring.index(slot * PIECES + piece)
+        )
+
+
+@gluon.jit
+def _produce(
+    descs,
+    rings,
+    bars,
+    low,
+    high,
+    sizes,
+    CHUNKS_A_GROUP: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """Keep the rings full, a unit a slot.
+
+    A dependent launch asks for as many weights as the ring holds, then waits for the kernel before,
+    whose results the rows are. The sides touch nothing that kernels write before rows have come.
+    """
+    full, free = bars
+    N, padded_n, num_rows, chunks, units, span = sizes
+    STAGES: gl.constexpr = rings[0].shape[0]
     slot = 0
     phase = 1  # a new barrier's last phase counts as done: the first round finds every slot free
+    if DEPENDENT:
+        begun = gl.minimum(high, low + STAGES)
+        for unit in range(low, begun):
+            tile = unit // chunks
+            at = unit - low
+            _load_weights(
+                descs, rings, full.index(at), at, tile, unit - tile * chunks, sizes, CHUNKS_A_GROUP
+            )
+        _turn("griddepcontrol.wait; // $0")
+        for unit in range(low, begun):
+            at = unit - low
+            _load_rows(descs, rings, full.index(at), at, unit % chunks)
+        low = begun
+        phase = 0
+    tile = low // chunks
+    chunk = low - tile * chunks
     for _ in range(low, high):
         bar = full.index(slot)
         mbarrier.wait(free.index(slot), phase)
-        mbarrier.expect(
-            bar,
-            codes_desc.block_type.nbytes
-            + PIECES * x_desc.block_type.nbytes
-            + meta_desc.block_type.nbytes,
-        )
-        at = chunk * padded_n + tile * BLOCK_N
-        tma.async_copy_global_to_shared(codes_desc, [at, 0], bar, codes_ring.index(slot))
-        tma.async_copy_global_to_shared(
-            meta_desc, [chunk // CHUNKS_A_GROUP, tile * BLOCK_N], bar, meta_ring.index(slot)
-        )
-        for piece in gl.static_range(PIECES):
-            tma.async_copy_global_to_shared(
-                x_desc, [piece * PIECE, chunk * CHUNK], bar, x_ring.index(slot * PIECES + piece)
-            )
+        _load_weights(descs, rings, bar, slot, tile, chunk, sizes, CHUNKS_A_GROUP)
+        _load_rows(descs, rings, bar, slot, chunk)
         slot += 1
         if slot == STAGES:
             slot = 0
@@ -140,6 +183,12 @@ def _produce(descs, rings, bars, low, high, sizes, CHUNKS_A_GROUP: gl.constexpr)
         if chunk == chunks:
             chunk = 0
             tile += 1
+
+
+@gluon.jit
+def _turn(instruction: gl.constexpr):
+    """Let the next kernel start, or wait for the one before: see `dependent_launch`."""
+    gl.inline_asm_elementwise(instruction, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -455,7 +504,10 @@ def int4_hopper_kernel(
     STAGES: gl.constexpr,
     ORDER: gl.constexpr,
     REGISTERS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):
+    if DEPENDENT:
+        _turn("griddepcontrol.launch_dependents; // $0")
     BLOCK_N: gl.constexpr = codes_desc.block_type.shape[0]
     QUARTER: gl.constexpr = codes_desc.block_type.shape[1]
     PIECE: gl.constexpr = x_desc.block_type.shape[0]
@@ -479,7 +531,7 @@ def int4_hopper_kernel(
     pointers = (bias_ptr, out_ptr, part_ptr, arrivals)
     sizes = (N, padded_n, num_rows, chunks, units, span)
     descs = (codes_desc, x_desc, meta_desc)
-    producer = (descs, rings, bars, low, high, sizes, CHUNKS_A_GROUP)
+    producer = (descs, rings, bars, low, high, sizes, CHUNKS_A_GROUP, DEPENDENT)
     common = (rings, bars, pointers, sizes, low, high)
     if SIDES == 2:
         gl.warp_specialize(
@@ -683,6 +735,7 @@ def int4_hopper(
         STAGES=shape.stages(block_m, weight.chunk),
         ORDER=shape.order,
         REGISTERS=side_registers,
+        **launch_options(),
         num_warps=4,
         maxnreg=registers,
     )
