@@ -11,7 +11,7 @@ import torch
 
 from tailrace.kernels.linear import int4_linear
 from tailrace.kernels.linear.int4 import quantize_groups
-from tailrace.kernels.linear.int4_linear import has_hopper_kernel, hopper_serves
+from tailrace.kernels.linear.int4_linear import has_hopper_kernel, rows_by_triton
 from tailrace.kernels.linear.workspace import Workspace
 
 hopper = pytest.importorskip(
@@ -95,7 +95,7 @@ def test_rings_hold_several_units_and_fit(rows, chunk):
 @pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 128])
 def test_the_usual_shape_is_a_candidate_of_the_tile_that_holds_the_rows(rows):
     for outputs, chunks in LAYERS:
-        block_m, shape = hopper.shape_for(rows, outputs, chunks)
+        block_m, shape = hopper.shape_for(rows, outputs)
         assert rows <= block_m
         assert block_m == 16 or rows > block_m // 2
         assert shape in hopper.CANDIDATES[block_m]
@@ -112,14 +112,14 @@ def test_it_is_chosen_on_hopper_with_its_own_release_of_triton_alone():
 
 
 def test_it_serves_where_it_was_measured_faster():
-    layers = {"qkv": 4608, "o": 3584, "gate_up": 37888, "down": 3584}
-    served = {
-        (name, rows)
-        for name, outputs in layers.items()
-        for rows in (1, 16, 32, 33, 64, 128)
-        if hopper_serves(rows, outputs)
+    layers = {
+        "qkv": (4608, 3584),
+        "o": (3584, 3584),
+        "gate_up": (37888, 3584),
+        "down": (3584, 18944),
     }
-    assert served == {("gate_up", 33), ("gate_up", 64), ("gate_up", 128)}
+    served = {name: rows_by_triton(*sizes) for name, sizes in layers.items()}
+    assert served == {"qkv": 64, "o": 128, "gate_up": 16, "down": 64}
 
 
 def test_a_layer_gives_each_number_of_rows_to_its_kernel(monkeypatch):
@@ -141,12 +141,12 @@ def test_a_layer_gives_each_number_of_rows_to_its_kernel(monkeypatch):
         int4_linear.Int4Linear(quantize_groups(torch.randn(outputs, 64), 64), None, workspace)
         for outputs in (40, 39)
     )
-    for rows in (32, 33, 128):
+    for rows in (16, 17, 128):
         wide(torch.randn(rows, 64))
         narrow(torch.randn(rows, 64))
     wide.write(torch.randn(300, 64), torch.empty(300, 40))
     assert taken == [
-        ("Triton", 32), ("Triton", 32), ("Hopper", 33), ("Triton", 33), ("Hopper", 128),
+        ("Triton", 16), ("Triton", 16), ("Hopper", 17), ("Triton", 17), ("Hopper", 128),
         ("Triton", 128), ("Hopper", 128), ("Hopper", 128), ("Hopper", 44),
     ]  # fmt: skip
 
@@ -167,7 +167,7 @@ def test_it_equals_the_product_with_the_dequantised_weight(
     weight = quantize_groups(torch.randn(outputs, inputs) * inputs**-0.5, group)
     bias = torch.randn(outputs)
     workspace = Workspace(on_hopper, torch.bfloat16)
-    monkeypatch.setattr(int4_linear, "hopper_serves", lambda rows, outputs: True)
+    monkeypatch.setattr(int4_linear, "rows_by_triton", lambda outputs, inputs: 0)
     layer = int4_linear.Int4Linear(weight, bias, workspace)
     assert "for Hopper" in layer.name
     whole = torch.full((rows + 40, inputs), float("nan"), device=on_hopper).bfloat16()

@@ -1,7 +1,7 @@
 """A linear layer over 4-bit weights on a GPU: few rows by the codes, many by what they stand for.
 
 `triton_int4` multiplies few rows; on Hopper `triton_hopper_int4` does where it is the faster one,
-over the same codes (`hopper_serves`).
+over the same codes (`rows_by_triton`).
 
 Up to `MOST_ROWS` rows a product is bound by the weight's bytes, and the codes are a quarter of
 them. Beyond, arithmetic counts: the weight is written out in half precision, into a buffer that all
@@ -40,22 +40,24 @@ def has_hopper_kernel(capability: tuple[int, int] | None, release: str) -> bool:
 
 _WIDE = 132 * 128
 """Outputs: a tile of 128 for each multiprocessor. Between the layers measured, 4608 and 37888."""
-_FEW = 32
-"""Rows up to which Triton's kernel is the faster one on Hopper for wide layers too."""
+_LARGE = 14_000_000
+"""Weights. Between o, 12.8 million, and qkv, 16.5."""
 
 
-def hopper_serves(rows: int, outputs: int) -> bool:
-    """Tell whether Hopper's kernel takes so many rows of a layer, where the GPU has it.
+def rows_by_triton(outputs: int, inputs: int) -> int:
+    """Return up to how many rows of a layer Triton's kernel takes where a GPU has Hopper's too.
 
-    Seen on an H200 (gpu_int4.py, 2026-11-30), microseconds by Triton / by Hopper's:
+    Seen on an H200 (gpu_int4.py, 2026-11-30), microseconds by Triton's / the best of Hopper's:
 
         rows           16           32           64            128
-        gate_up   30.8 / 37.0  37.2 / 41.9  57.8 / 50.6  102.2 / 82.2    37888 outputs
-        qkv        9.2 / 11.8  10.7 / 14.0  14.8 / 17.3   29.3 / 28.7     4608
-        o          8.0 /  9.7   9.5 / 11.3  12.3 / 14.5   19.1 / 25.2     3584
-        down      20.5 / 23.9  23.3 / 31.4  33.1 / 44.0   61.8 / 75.2     3584
+        gate_up   31.8 / 31.6  38.3 / 34.3  58.5 / 44.9  101.9 / 81.5    37888 x 3584
+        qkv        8.9 /  9.0  10.5 / 12.7  14.7 / 14.8   29.1 / 24.7     4608 x 3584
+        o          8.3 /  8.1   9.2 /  9.7  11.9 / 12.8   18.4 / 22.2     3584 x 3584
+        down      20.7 / 21.0  23.7 / 27.2  33.2 / 40.1   62.4 / 58.0     3584 x 18944
     """
-    return rows > _FEW and outputs >= _WIDE
+    if outputs >= _WIDE:
+        return 16
+    return 64 if outputs * inputs >= _LARGE else MOST_ROWS
 
 
 def _is_hopper(device: torch.device) -> bool:
@@ -88,9 +90,11 @@ class Int4Linear:
         held = self._weight
         parts = 0
         self._hopper: Callable[..., Tensor] | None = None
-        most_tiled = MOST_ROWS
+        by_triton = MOST_ROWS
         self.name = f"Triton 4 bits in groups of {weight.group}"
-        if _is_hopper(workspace.device) and hopper_serves(MOST_ROWS, held.outputs):
+        if _is_hopper(workspace.device):
+            by_triton = rows_by_triton(held.outputs, held.inputs)
+        if by_triton < MOST_ROWS:
             from tailrace.kernels.linear.triton_hopper_int4 import (  # noqa: PLC0415 - see _GLUON
                 int4_hopper,
                 reserved_parts,
@@ -99,9 +103,9 @@ class Int4Linear:
             parts = reserved_parts(held.outputs, held.codes.shape[0], workspace.device)
             self._hopper = int4_hopper
             # Its shapes cut sums at places of their own, so that classes of rows must not differ.
-            most_tiled = _FEW
-            self.name += f", for Hopper above {_FEW} rows"
-        self._tiles, self._writing = ways(held.outputs * held.inputs, most_tiled)
+            self.name += f", for Hopper above {by_triton} rows"
+        self._tiles, self._writing = ways(held.outputs * held.inputs, by_triton)
+        self._by_triton = by_triton
         self.planned: tuple[Ways[object], ...] = (self._tiles, self._writing)
         workspace.reserve(
             outputs=held.outputs,
@@ -148,7 +152,7 @@ class Int4Linear:
     def _by_codes(self, x_TI: Tensor, out_TO: Tensor | None = None) -> Tensor:
         scratch = self._workspace.scratch
         rows = x_TI.shape[0]
-        if self._hopper is not None and hopper_serves(rows, self._weight.outputs):
+        if self._hopper is not None and rows > self._by_triton:
             return self._hopper(x_TI, self._weight, self.bias_O, scratch=scratch, out_TO=out_TO)
         return int4_linear(
             x_TI,

@@ -634,17 +634,19 @@ CANDIDATES: dict[int, tuple[HopperShape, ...]] = {
 MOST_ROWS = max(CANDIDATES)
 
 
-def shape_for(rows: int, outputs: int, chunks: int) -> tuple[int, HopperShape]:
-    """Return the tile's rows, and its shape, for at most `MOST_ROWS` rows of a layer."""
+def shape_for(rows: int, outputs: int) -> tuple[int, HopperShape]:
+    """Return the tile's rows, and its shape, for at most `MOST_ROWS` rows of a layer.
+
+    The fastest on an H200 for the layers of a 7B model that are served so, or within 2 % of it.
+    """
     block_m = next(size for size in CANDIDATES if rows <= size)
-    units = -(-outputs // (2 * _SIDE)) * chunks
-    if units < _SMALL:
-        return block_m, HopperShape(1, 1 if block_m > _NARROW else 2, 7)
-    return block_m, HopperShape(2, 1, 4)
+    if block_m <= _NARROW:
+        return block_m, HopperShape(1, 2, 7)
+    return block_m, HopperShape(2 if outputs >= _WIDE else 1, 1, 7)
 
 
-_SMALL = 132 * 7
-"""Units of 256 outputs; layers of fewer are bound by fixed costs, the merging of parts foremost."""
+_WIDE = 132 * 2 * _SIDE
+"""Outputs: a tile of two sides for each multiprocessor."""
 
 
 @cache
@@ -691,7 +693,7 @@ def int4_hopper(
     """
     rows, inputs = x_TI.shape
     chunks, padded, quarter = weight.codes.shape
-    block_m, usual = shape_for(rows, weight.outputs, chunks)
+    block_m, usual = shape_for(rows, weight.outputs)
     shape = shape or usual
     pieces = 2 if block_m > 64 else 1
     registers, side_registers = shape.registers
