@@ -198,7 +198,7 @@ def int4_cases() -> Iterator[Case]:
 
 
 def hopper_int4_cases(kind: int) -> Iterator[Case]:
-    """Every ring that a candidate has; groups of 64, in the other half, for the widest tiles."""
+    """Every candidate's kind; groups of 64, in the other half, for what serves and the widest."""
     if kind < HOPPER:
         return
     kinds = {
@@ -206,7 +206,7 @@ def hopper_int4_cases(kind: int) -> Iterator[Case]:
         for rows, shapes in triton_hopper_int4.CANDIDATES.items()
         for shape in (replace(shape, least_span=4) for shape in shapes)
         for chunk in (64, 128)
-        if chunk == 128 or shape.sides == 2
+        if chunk == 128 or shape.order == "pair" or shape.sides == 2
     }
     for rows, chunk, shape in kinds.values():
         registers, side_registers = shape.registers
