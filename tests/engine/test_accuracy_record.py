@@ -1,3 +1,4 @@
+import math
 import os
 
 import msgspec
@@ -111,8 +112,26 @@ def test_a_record_that_cannot_be_written_is_an_error(folder, monkeypatch, tmp_pa
         remember(folder, finding())
 
 
-def accuracy(positions=LEAST_POSITIONS):
-    return Accuracy(positions, 0.995, 0.002, 0.1, 20.0, 20.0)
+def accuracy(positions=LEAST_POSITIONS, agreement=0.995, divergence=0.002):
+    return Accuracy(positions, agreement, divergence, 0.1, 20.0, 20.0)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf], ids=["nan", "inf"])
+@pytest.mark.parametrize("figure", ["agreement", "divergence"])
+def test_figures_that_are_not_finite_are_not_recorded(folder, figure, wrong):
+    """JSON would have null in their place, and no later start could read the record."""
+    config = EngineConfig(model_path=str(folder), prefill_weights="fp8", gpus=(0,))
+    assert record(config, accuracy(**{figure: wrong}), against="") == "not recorded: not finite"
+    assert findings(folder, "bfloat16") == {}
+
+
+def test_nothing_is_written_that_could_not_be_read(folder):
+    file = remember(folder, finding())
+    for wrong in (finding("bf16", agreement=1.1), finding("bf16", agreement=math.nan)):
+        with pytest.raises(ConfigError, match="nothing was written"):
+            remember(folder, wrong)
+    assert findings(folder, "bfloat16") == {"fp8": finding()}
+    assert [entry.name for entry in file.parent.iterdir()] == [file.name]
 
 
 def test_the_command_records_a_copy_beside_its_own_checkpoint_only(folder):

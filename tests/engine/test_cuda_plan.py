@@ -129,6 +129,35 @@ def test_what_a_bound_left_out_is_measured_by_the_next_start():
     assert read(file_here()) == plan
 
 
+def test_a_reference_without_memory_ends_the_measuring_and_not_the_start(monkeypatch):
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB.\nMore.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SkinnyLinear, "weight_rows", fail)
+        with structlog.testing.capture_logs() as logs:
+            _, plan, _ = start("auto")
+        with pytest.raises(torch.OutOfMemoryError):
+            measure_whole(loaded(), MODEL, LONGEST, None, Ticking().timer, unit=8)
+    assert [choice.operation for choice in plan.choices] == [
+        "prefill attention",
+        over("decode attention", torch.float32),
+    ]
+    assert [entry["reason"] for entry in logs if entry["event"] == "plan_measuring_stopped"] == [
+        "CUDA out of memory. Tried 2 GiB."
+    ]
+    assert len(start("auto")[1].choices) == 4
+
+
+def test_another_fault_of_a_reference_is_raised(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(SkinnyLinear, "weight_rows", fail)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        start("auto")
+
+
 def test_a_plan_of_other_versions_is_measured_anew():
     _, plan, _ = start("auto")
     write(stale(plan), file_here())

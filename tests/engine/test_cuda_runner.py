@@ -18,6 +18,7 @@ from tailrace.engine.cuda_runner import (
     CudaRunner,
     _leading_decodes,
     _no_tiles,
+    table_bytes,
 )
 from tailrace.engine.device_sampler import DeviceSampler
 from tailrace.engine.engine import Engine
@@ -97,8 +98,11 @@ def gpu_runner(folder, kind):
     return runner
 
 
-def generate(runner, requests, *, arriving=False, blocks=None):
-    """Return each request's tokens; those arriving have their prompts sent ahead of them."""
+def generate(runner, requests, *, arriving=False, blocks=None, late=()):
+    """Return each request's tokens.
+
+    Those arriving have their prompts sent ahead of them; late ones come once tokens have.
+    """
     blocks = blocks or BlockManager(BLOCKS, BLOCK, prefix_cache=False)
     engine = Engine(
         Scheduler(
@@ -122,13 +126,17 @@ def generate(runner, requests, *, arriving=False, blocks=None):
                 assert engine.step() == []
     for request in requests:
         engine.add(request)
-    found = {request.request_id: [] for request in requests}
+    found = {request.request_id: [] for request in (*requests, *late)}
     early = sum(sequence.num_computed for sequence in engine.scheduler.early.holders)
     assert bool(early) is arriving
     while engine.has_work:
         for output in engine.step():
             assert output.finish_reason != "error", output.error
             found[output.request_id] += output.token_ids
+        if any(found.values()):
+            for request in late:
+                engine.add(request)
+            late = ()
     return found
 
 
@@ -283,6 +291,14 @@ def test_the_time_of_a_prompts_last_row_is_predicted_for_the_frame_that_computes
     runner.prefill_weights = "fp8"
     load = runner.computed(step)
     assert (load.decodes, load.prefill_tokens) == (frame.decodes, frame.tokens)
+
+
+def test_what_tables_take_of_the_device_is_known_before_they_are_made(folder):
+    runner = gpu_runner(folder, CudaRunner)
+    rows = 11 * (BUDGET + 2 * SLOTS + 64) * 4
+    tables = runner._tables
+    made = tables._device.nbytes + tables._step.nbytes + runner._staging._device.nbytes - rows
+    assert table_bytes(SLOTS, CONTEXT, BLOCK, runner._mixed) == made > 0
 
 
 def test_padding_never_takes_more_than_half_of_the_prompts_budget(folder):

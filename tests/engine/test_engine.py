@@ -527,6 +527,26 @@ def test_a_failed_step_ends_nobody_of_the_next_step_though_that_fails_of_it():
     assert bench.tokens["late-2"] == expected_output([4, 5], 30, frozenset())
 
 
+def test_what_another_steps_fault_cost_a_request_is_not_taken_for_its_want_of_memory():
+    """As above; then `late-2` finds no memory for the first time."""
+    steps, failures = itertools.count(), {1: RuntimeError, 3: DeviceMemoryError}
+
+    def fails(rows):
+        bench.runner.failure = failures.get(next(steps))
+        return bench.runner.failure is not None
+
+    bench = make_bench(slots=4, fail_when=fails)
+    bench.engine.add(request("old-0", [1, 2], 30))
+    bench.step()
+    bench.engine.add(request("new-1", [3] * 9, 30))
+    bench.step()
+    bench.engine.add(request("late-2", [4, 5], 30))
+    bench.run()
+    assert bench.engine.stats().memory_failures_total == 1
+    assert bench.reasons == {"old-0": "error", "new-1": "error", "late-2": "length"}
+    assert bench.tokens["late-2"] == expected_output([4, 5], 30, frozenset())
+
+
 def test_a_lost_device_ends_the_engine_even_where_memory_was_short():
     bench = make_bench(fail_when=lambda rows: True, failure=DeviceMemoryError)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
+from weakref import ref
 
+import msgspec
 import pytest
 import torch
 from structlog.testing import capture_logs
@@ -14,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from tailrace.config import EngineConfig
 from tailrace.engine import cuda_setup, prefill_weights
-from tailrace.engine.accuracy_record import Finding
+from tailrace.engine.accuracy_record import Finding, file_of, fingerprint
 from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.cuda_runner import CudaRunner, _leading_decodes, kv_bytes_per_token
 from tailrace.engine.device_sampler import DeviceSampler
@@ -325,6 +328,28 @@ def test_a_requests_tokens_do_not_depend_on_its_neighbours(folders, name):
     assert together == alone
 
 
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_a_prompts_last_token_takes_no_decode_with_it_though_it_goes_first(folders, name):
+    """The late one's priority is the higher; a token of its prompt is left to a step of decodes."""
+    kernels, model = loaded(folders["4 bits"])
+    runner = runner_of(with_copy(model, kernels, FORMATS[name]), kernels, name, CudaRunner)
+    served = []
+    prepare = runner.prepare
+
+    def spy(step, blocks):
+        alone = [c.num_tokens == 1 and c.start < c.sequence.num_prompt for c in step.chunks]
+        served.append((runner._decodes(step), len(alone), any(alone)))
+        return prepare(step, blocks)
+
+    runner.prepare = spy
+    early, other = make_requests(temperature=0.0)[2:4]
+    early = msgspec.structs.replace(early, priority=1)
+    late = msgspec.structs.replace(other, token_ids=early.token_ids[:BUDGET])
+    together = generate(runner, [early], late=[late])
+    assert (1, 2, True) in served
+    assert together == generate(runner, [early]) | generate(runner, [late])
+
+
 # A start, on a device that is none
 
 
@@ -403,6 +428,75 @@ def test_a_start_gives_the_copy_up_where_kv_would_have_too_little(folders, monke
     device.free -= sequence + sequence // 2
     with pytest.raises(ConfigError, match="--prefill-weights fp8: .* for KV, which needs"):
         start(folders["4 bits"], "fp8")
+
+
+def test_a_pool_that_was_asked_for_and_fits_leaves_the_copy(folders, monkeypatch):
+    kernels, model = loaded(folders["4 bits"], dtype="float16")
+    later = cuda_setup.later_bytes(
+        EngineConfig(max_batch_size=2, gpus=(0,)), model, kernels, 16, 64
+    )
+    sequence = 64 * kv_bytes_per_token(model, torch.float16)
+    device = FakeCuda(monkeypatch, OVERHEAD + later + 2 * sequence)
+    monkeypatch.setattr(prefill_weights, "copy_bytes", lambda *_: 3 * sequence)
+    assert start(folders["4 bits"], "auto", kv_cache_tokens=64)[0].prefill_weights == "bf16"
+    device.free -= sequence + sequence // 2
+    runner, told = start(folders["4 bits"], "auto", kv_cache_tokens=64)
+    assert (runner.prefill_weights, "which needs" in told) == ("same", True)
+
+
+def out_of_memory(*_, **__):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB.\nMore.")
+
+
+@pytest.mark.parametrize("at", ["_make_sampler", "_apply_plan", "measure_step"])
+def test_a_start_gives_the_copy_up_where_nothing_fits_beside_it(folders, monkeypatch, at):
+    FakeCuda(monkeypatch, OVERHEAD + (64 << 20))
+    true, copies = getattr(cuda_setup, at), []
+    made = cuda_setup.make_copy
+
+    def make_and_watch(*given, **named):
+        prefill = made(*given, **named)
+        copies[:] = [ref(linear.many) for linear in prefill.model.layer_linears]
+        return prefill
+
+    def short(*given, **named):
+        if any(copy() is not None for copy in copies):
+            out_of_memory()
+        return true(*given, **named)
+
+    monkeypatch.setattr(cuda_setup, "make_copy", make_and_watch)
+    monkeypatch.setattr(cuda_setup, at, short)
+    runner, told = start(folders["4 bits"], "auto")
+    assert copies
+    assert runner.prefill_weights == "same"
+    assert told.startswith("same: the largest step does not fit beside it; fp8 not measured")
+    with pytest.raises(ConfigError, match="--prefill-weights fp8: the largest step does not fit"):
+        start(folders["4 bits"], "fp8")
+
+
+def test_want_of_memory_without_a_copy_is_not_hidden(folders, monkeypatch):
+    FakeCuda(monkeypatch, OVERHEAD + (64 << 20))
+    monkeypatch.setattr(cuda_setup, "measure_step", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        start(folders["4 bits"], "same")
+
+
+def test_by_auto_a_damaged_record_is_none_with_a_warning(folders, monkeypatch, tmp_path):
+    monkeypatch.setenv("TAILRACE_CACHE_DIR", str(tmp_path))
+    FakeCuda(monkeypatch, GIB)
+    folder = folders["4 bits"]
+    file = file_of(fingerprint(folder))
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b'{"checkpoint": "x", "findings": [], "format": 2}')
+    kernels, model = loaded(folder)
+    config = EngineConfig(model_path=str(folder), prefill_weights="auto", gpus=(0,))
+    with capture_logs() as logs:
+        made = cuda_setup.copy_for_prompts(config, folder, kernels, model)
+    assert (made.choice.name, "fp8 not measured" in made.choice.words) == ("bf16", True)
+    (told,) = [entry for entry in logs if entry["event"] == "accuracy_record_not_read"]
+    assert "format 2, and this version reads 1; remove it" in told["reason"]
+    with pytest.raises(ConfigError, match="this version reads 1"):
+        cuda_setup.copy_for_prompts(replace(config, prefill_weights="fp8"), folder, kernels, model)
 
 
 def test_a_prompts_single_row_is_no_decode_where_it_has_a_copy():

@@ -29,6 +29,7 @@ from tailrace.kernels.linear.float8 import FLOAT8, quantize_blocks, quantize_cha
 from tailrace.kernels.linear.float8_rows import quantize_rows
 from tailrace.kernels.linear.int4 import quantize_groups
 from tailrace.kernels.linear.int8_linear import Int8Linear
+from tailrace.kernels.linear.prefill_format import FORMATS
 from tailrace.kernels.linear.triton_skinny import SPLIT, WHOLE, SkinnyLinear, SkinnyScratch
 from tailrace.kernels.linear.ways import MANY, class_words, words_of
 from tailrace.kernels.plan import Key, Plan, choose
@@ -248,6 +249,19 @@ def test_quantised_layers_are_asked_about_in_every_class_of_rows(interpreter, ki
     assert len(exact) == {"int4": 1, "int8": 5}.get(kind, 0)
     by_torch = [q.sizes for q in asked if q.default == "torch"]
     assert len(by_torch) == (5 if kind == "channel" else 0)
+
+
+def test_a_layer_that_serves_decodes_alone_is_not_asked_how_it_is_written_out(interpreter):
+    kernels = quantized("int4")
+    (few,) = kernels.planned_layers
+    phased = kernels.with_copy(few, FORMATS["bf16"])
+    asked = asked_of(kernels)[2:]
+    assert [q.sizes for q in asked] == [f"up to {rows} rows" for rows in ROWS["int4"][:-1]]
+    for question in asked:
+        question.candidates[question.default]()
+    assert kernels._workspace._wide is None
+    del phased  # as where the copy finds no room
+    assert [q.sizes for q in asked_of(kernels)[2:]][-1] == "more rows"
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, FLOAT8], ids=["float32", "float8"])

@@ -108,7 +108,8 @@ def test_a_body_that_trickles_in_is_the_bodys_time(serve):
     assert record.phases.body_s >= 0.2
     assert record.received_s + record.phases.body_s >= sent_s
     assert record.status == 200
-    assert record.phases.socket_s <= after_s - sent_s
+    # No moment of the body's counts as the socket's too.
+    assert record.phases.socket_s <= after_s - before_s - record.phases.body_s
 
 
 @pytest.mark.parametrize("asks", ["header", "body"])
@@ -265,7 +266,8 @@ def test_a_stalled_body_is_recorded_with_the_reason(serve):
     (record,) = logged.wait(1)
     assert (record.finish_reason, record.status) == ("refused", 408)
     assert record.reason.startswith("request timeout: the body was not complete")
-    assert 0.2 <= record.phases.body_s <= record.finished_s - record.received_s
+    # By the time that was set, not by the usual one.
+    assert 0.2 <= record.phases.body_s < ServerConfig().body_timeout_s
     assert record.submitted_s is None
     assert record.phases.queue_s == 0
 

@@ -19,6 +19,7 @@ so an early difference does not make later ones.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -231,6 +232,8 @@ def record(config: EngineConfig, found: Accuracy, *, against: str) -> str:
         return "not recorded: the reference is another checkpoint"
     if found.positions < LEAST_POSITIONS:
         return f"not recorded: fewer than {LEAST_POSITIONS:,} positions"
+    if not (math.isfinite(found.agreement) and math.isfinite(found.divergence)):
+        return "not recorded: not finite"
     finding = Finding(
         prefill_weights=config.prefill_weights,
         dtype=activations(config),

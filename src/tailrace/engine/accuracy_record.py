@@ -110,17 +110,23 @@ def remember(folder: Path, finding: Finding) -> Path:
     """Add a finding to its checkpoint's record, in place of an older one; return the file.
 
     Raises:
-        ConfigError: The record there cannot be read, or not be written.
+        ConfigError: The record there cannot be read, or not be written, or a figure is outside
+            its bounds: what was written could not be read.
     """
     checkpoint = fingerprint(folder)
     file = file_of(checkpoint)
     known = _read(file, checkpoint).findings if file.exists() else ()
     merged = {(f.prefill_weights, f.dtype): f for f in (*known, finding)}
     record = Record(checkpoint, tuple(merged.values()))
+    content = msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n"
+    try:
+        msgspec.json.decode(content, type=Record)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"accuracy record {file}: {error}; nothing was written") from error
     part = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+        part.write_bytes(content)
         part.replace(file)
     except OSError as error:
         raise ConfigError(f"accuracy record {file}: {error.strerror}") from error

@@ -19,6 +19,7 @@ import structlog
 import torch
 
 from tailrace import __version__
+from tailrace.engine.cuda_runner import is_out_of_memory
 from tailrace.errors import ConfigError
 from tailrace.kernels.attention_shapes import FLOAT8_CAPABILITY
 from tailrace.kernels.linear.float8 import FLOAT8
@@ -190,7 +191,7 @@ def complete(
     """Measure what a plan lacks, as far as time allows, and write it where there is news."""
     missing = (q for q in asked if plan.winner(q.operation, q.sizes) is None)
     begun_s = clock()
-    choices = measure(missing, timer, clock, bound_s)
+    choices = measure(missing, timer, clock, bound_s, ends_by=_lacks_memory)
     if choices:
         plan = plan.with_choices(choices)
         try:
@@ -199,6 +200,14 @@ def complete(
             log.warning("plan_not_kept", reason=str(error))
         log.info("plan_measured", choices=len(choices), seconds=round(clock() - begun_s, 2))
     return plan
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Tell whether measuring ended for want of memory: then defaults serve."""
+    if not is_out_of_memory(error):
+        return False
+    log.warning("plan_measuring_stopped", reason=str(error).splitlines()[0])
+    return True
 
 
 def known(file: Path, key: Key) -> Plan:

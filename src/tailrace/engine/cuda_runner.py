@@ -248,12 +248,11 @@ class CudaRunner:
         self._shape = self._prefill_shape(context_length)
         self._mixed = frames.mixed_frames(num_slots, token_budget, self._shape.block_m, paced=paced)
         self._padded_sizes = frames.padded_sizes(num_slots)
-        prompts = max([EARLY_SLOTS, *(frame.prompts for frame in self._mixed)])
         self._tables = SlotTables(
             num_slots,
             -(-context_length // block_size),
             block_size,
-            max_sequences=num_slots + prompts + 1,
+            max_sequences=_most_sequences(num_slots, self._mixed),
             device=self.device,
         )
         # Eleven arrays of a row or sequence each at most, padded, and what tables grew by.
@@ -674,6 +673,19 @@ def kv_bytes_per_token(model: CausalLM, dtype: torch.dtype) -> int:
     """Bytes of KV that one token takes over all layers."""
     config = model.config
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+def table_bytes(
+    num_slots: int, context_length: int, block_size: int, mixed: Sequence[Frame]
+) -> int:
+    """Return the device's bytes of block tables, for sequences of at most so many tokens."""
+    most = _most_sequences(num_slots, mixed)
+    return SlotTables.device_bytes(num_slots, -(-context_length // block_size), most)
+
+
+def _most_sequences(num_slots: int, mixed: Sequence[Frame]) -> int:
+    """Return the most sequences of a step, padding included."""
+    return num_slots + max([EARLY_SLOTS, *(frame.prompts for frame in mixed)]) + 1
 
 
 def _leading_decodes(chunks: Sequence[Chunk], *, prompts_apart: bool = False) -> int:

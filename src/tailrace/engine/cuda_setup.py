@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import structlog
@@ -18,12 +18,14 @@ from tailrace.engine.cuda_runner import (
     allocate_kv,
     is_out_of_memory,
     kv_bytes_per_token,
+    table_bytes,
 )
 from tailrace.engine.device_sampler import DeviceSampler
 from tailrace.engine.frames import Detail, Frame, graph_buckets, mixed_frames
 from tailrace.engine.host_kv import STAGING_BYTES
 from tailrace.engine.kv_calibration import find_scales
-from tailrace.engine.prefill_weights import choose, make
+from tailrace.engine.prefill_weights import choose
+from tailrace.engine.prefill_weights import make as make_copy
 from tailrace.engine.setup import describe_kv
 from tailrace.engine.start_times import StartTimes
 from tailrace.errors import ConfigError
@@ -38,9 +40,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tailrace.config import EngineConfig
+    from tailrace.engine.accuracy_record import Finding
     from tailrace.engine.prefill_weights import Prefill
     from tailrace.kernels.plan import Plan
     from tailrace.models.causal_lm import CausalLM
+
+T = TypeVar("T")
 
 log = structlog.get_logger("tailrace.engine")
 
@@ -59,7 +64,8 @@ class MemoryPlan:
     activations: int
     """The peak of the largest step, measured."""
     overhead: int
-    """CUDA's context, graphs with the activations and logits they keep, the decode scratch."""
+    """CUDA's context, graphs with the activations and logits they keep, the decode scratch,
+    block tables."""
     kv: int
     prompt_weights: int = 0
     """Of `weights`, the copy that serves prompts."""
@@ -167,21 +173,11 @@ def load_runner(
             f"--context-length {context}: the model holds {loaded.config.max_position} tokens"
         )
     # Before anything is multiplied: layers that are made later find no scratch.
-    prefill = copy_for_prompts(config, folder, kernels, loaded)
-    times.mark("prompts' weights")
-    log.info("weights_loaded", held=describe_weights(prefill.model))
-    sampler = _make_sampler(config, loaded, kernels)
-    _apply_plan(config, kernels, prefill.model, context, times)
+    sampler, prefill, plan = _share_memory(
+        config, folder, kernels, loaded, token_budget=token_budget, context=context, times=times
+    )
     kv_dtype = kv_dtype_of(config, kernels)
     token_bytes = kv_bytes_per_token(loaded, kv_dtype)
-    plan = plan_memory(config, prefill.model, kernels, token_budget, context)
-    # Rebound, so that a copy without room is freed before memory is planned again.
-    was, needed = prefill.choice.format, (config.kv_cache_tokens or context) * token_bytes
-    prefill = prefill.in_room(kv_bytes=plan.kv, needed_bytes=needed)
-    if prefill.choice.format is not was:
-        gc.collect()
-        plan = plan_memory(config, prefill.model, kernels, token_budget, context)
-    plan = replace(plan, prompt_weights=prefill.copy_bytes)
     log.info("prefill_weights", serves=prefill.describe())
     log.info("gpu_memory", plan=plan.describe())
     times.mark("largest step")
@@ -222,6 +218,63 @@ def load_runner(
     return runner, length, num_blocks, words
 
 
+def _share_memory(
+    config: EngineConfig,
+    folder: Path,
+    kernels: TritonKernels,
+    loaded: CausalLM,
+    *,
+    token_budget: int,
+    context: int,
+    times: StartTimes,
+) -> tuple[DeviceSampler, Prefill, MemoryPlan]:
+    """Make the sampler and the prompts' copy, measure the plan and the largest step beside them.
+
+    `prefill` is rebound where its copy finds no room: nothing else holds the copy, so that it is
+    freed before memory is planned again.
+
+    Raises:
+        ConfigError: The copy was asked for by name, and there is no room beside it.
+    """
+    prefill = copy_for_prompts(config, folder, kernels, loaded)
+    times.mark("prompts' weights")
+    log.info("weights_loaded", held=describe_weights(prefill.model))
+
+    def measured() -> tuple[DeviceSampler, MemoryPlan]:
+        sampler = _make_sampler(config, loaded, kernels)
+        _apply_plan(config, kernels, prefill.model, context, times)
+        return sampler, plan_memory(config, prefill.model, kernels, token_budget, context)
+
+    found = measured() if prefill.choice.format is None else _within_memory(measured)
+    if found is None:
+        prefill = prefill.dropped("the largest step does not fit beside it")
+        gc.collect()
+        torch.cuda.empty_cache()
+        found = measured()
+    sampler, plan = found
+    token_bytes = kv_bytes_per_token(loaded, kv_dtype_of(config, kernels))
+    was, needed = prefill.choice.format, (config.kv_cache_tokens or context) * token_bytes
+    prefill = prefill.in_room(
+        kv_bytes=plan.kv, needed_bytes=needed, is_fixed=config.kv_cache_tokens > 0
+    )
+    if prefill.choice.format is not was:
+        gc.collect()
+        plan = plan_memory(config, prefill.model, kernels, token_budget, context)
+    return sampler, prefill, replace(plan, prompt_weights=prefill.copy_bytes)
+
+
+def _within_memory(work: Callable[[], T]) -> T | None:
+    """Return what work returns, or None where the device has no memory for it."""
+    try:
+        return work()
+    except (RuntimeError, ConfigError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).splitlines()[0]
+    log.warning("no_memory_beside_the_copy", error=reason)
+    return None
+
+
 def _make_sampler(config: EngineConfig, model: CausalLM, kernels: TritonKernels) -> DeviceSampler:
     return DeviceSampler(
         config.max_batch_size,
@@ -256,16 +309,30 @@ def copy_for_prompts(
     """Choose what serves prompts, and make it where memory allows.
 
     Raises:
-        ConfigError: A copy was asked for that cannot be made, or an accuracy record is damaged.
+        ConfigError: A copy was asked for that cannot be made, or one was named and the accuracy
+            record is damaged.
     """
-    is_measured = config.prefill_weights != "same" and config.load_format != "dummy"
-    known = findings(folder, kernels.name_of_dtype) if is_measured else {}
+    known = _findings(config, folder, kernels.name_of_dtype)
     choice = choose(config.prefill_weights, kernels, model, known)
+    torch.cuda.empty_cache()  # what loading left behind is free for the copy
     free, total = torch.cuda.mem_get_info()
     allowed = int(total * config.gpu_memory_utilization) - torch.cuda.memory_allocated()
-    made = make(choice, model, kernels, free_bytes=min(free, allowed))
+    made = make_copy(choice, model, kernels, free_bytes=min(free, allowed))
     torch.cuda.synchronize(kernels.device)
     return made
+
+
+def _findings(config: EngineConfig, folder: Path, dtype: str) -> dict[str, Finding]:
+    """Return what was measured of the checkpoint; by `auto`, what cannot be read is nothing."""
+    if config.prefill_weights == "same" or config.load_format == "dummy":
+        return {}
+    try:
+        return findings(folder, dtype)
+    except ConfigError as error:
+        if config.prefill_weights != "auto":
+            raise
+        log.warning("accuracy_record_not_read", reason=str(error))
+    return {}
 
 
 @dataclass(frozen=True)
@@ -377,15 +444,16 @@ def later_bytes(
     token_budget: int,
     context: int,
 ) -> int:
-    """Return what is allocated after the plan: each graph's logits, and the decode scratch."""
+    """Return what is allocated after the plan: graphs' logits, decode scratch and block tables."""
     shape, slots = model.config, config.max_batch_size
     block_m = kernels.prefill_shape(shape.head_dim, context).block_m
     mixed = mixed_frames(slots, token_budget, block_m, paced=config.itl_target_s > 0)
+    tables = table_bytes(slots, context, config.kv_unit_tokens, mixed)
     frames = [*map(Frame, graph_buckets(slots)), *mixed]
     rows = sum(frame.decodes + frame.prompts for frame in frames)
     splits = -(-context // decode_shape(shape.head_dim, kernels.capability).split)
     scratch = slots * shape.num_heads * splits * (shape.head_dim + 1) * 4
-    return rows * shape.vocab_size * kernels.dtype.itemsize + scratch
+    return rows * shape.vocab_size * kernels.dtype.itemsize + scratch + tables
 
 
 @torch.inference_mode()

@@ -751,6 +751,8 @@ class Engine:
         # What follows builds on KV, tokens and sampling states that were never made.
         outputs = self._collect_void({*unheard, *(chunk.sequence for chunk in step.chunks)})
         self._tell_again(unheard, following)
+        # Of another fault it is not known whose doing it was: who is to blame will meet it again.
+        is_memory = isinstance(error, DeviceMemoryError)
         all_count = step.decodes == len(step.chunks)
         swapped_in = {sequence for sequence, _ in step.swapped_in}
         for chunk in step.chunks:
@@ -758,7 +760,8 @@ class Engine:
                 start = chunk.start
                 if chunk.sequence in swapped_in and chunk.sequence.kv is not None:
                     start = chunk.sequence.kv.cached_tokens  # nobody knows what was copied back
-                failed_end = chunk.end if all_count or chunk.num_tokens > 1 else None
+                counts = is_memory and (all_count or chunk.num_tokens > 1)
+                failed_end = chunk.end if counts else None
                 output = self._try_again(chunk.sequence, start, failed_end)
                 outputs += [output] if output is not None else []
         return outputs

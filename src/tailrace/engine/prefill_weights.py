@@ -9,8 +9,9 @@
 Where some layers are in 4 bits, those are copied and the others left as the checkpoint has them.
 The head is never copied: only rows that are sampled come to it.
 
-A copy must leave room for KV. Asked for by name, for one sequence of the context (or the pool that
-was asked for); by `auto`, besides, for half of what KV would have without.
+A copy must leave room for the largest step and for KV: for the pool that was asked for, or else for
+one sequence of the context and, by `auto`, for half of what KV would have without. Where it does
+not, `auto` gives it up and says so; asked for by name, it is an error.
 """
 
 from __future__ import annotations
@@ -188,13 +189,14 @@ class Prefill:
     kv_bytes: int = 0
     """Left for KV; 0 before that is known."""
 
-    def in_room(self, *, kv_bytes: int, needed_bytes: int) -> Prefill:
+    def in_room(self, *, kv_bytes: int, needed_bytes: int, is_fixed: bool = False) -> Prefill:
         """Return this, or the model without the copy where too little is left for KV.
 
         Args:
             kv_bytes: Left for KV, with the copy.
             needed_bytes: For what must fit in any case: the pool that was asked for, or one
                 sequence of the context.
+            is_fixed: Whether that pool was asked for: it gains nothing from more room.
 
         Raises:
             ConfigError: The copy was asked for by name, and leaves less than is needed.
@@ -204,12 +206,17 @@ class Prefill:
         takes = f"the copy takes {_gib(self.copy_bytes)} and leaves {_gib(kv_bytes)} for KV"
         least = LEAST_KV_SHARE * (kv_bytes + self.copy_bytes)
         if kv_bytes < needed_bytes:
-            return self._dropped(f"{takes}, which needs {_gib(needed_bytes)}")
-        if kv_bytes < least and not self.choice.is_asked:
-            return self._dropped(f"{takes}, less than half of what it has without")
+            return self.dropped(f"{takes}, which needs {_gib(needed_bytes)}")
+        if kv_bytes < least and not (is_fixed or self.choice.is_asked):
+            return self.dropped(f"{takes}, less than half of what it has without")
         return replace(self, kv_bytes=kv_bytes)
 
-    def _dropped(self, reason: str) -> Prefill:
+    def dropped(self, reason: str) -> Prefill:
+        """Return the model without the copy.
+
+        Raises:
+            ConfigError: The copy was asked for by name.
+        """
         return Prefill(self.choice.dropped(reason), self.without, self.without)
 
     def describe(self) -> str:

@@ -250,10 +250,18 @@ class Scheduler:
         self._recover_budget()
         self.blocks.advance(self._at_the_end())
         decoding: list[Sequence] = []
+        ending: list[Sequence] = []
         prompts: list[Sequence] = []
         for sequence in self.running:
-            (decoding if sequence.uncomputed == 1 else prompts).append(sequence)
-        self._extend_all(step, decoding)
+            if sequence.uncomputed != 1:
+                prompts.append(sequence)
+            elif sequence.num_computed < sequence.num_prompt:
+                ending.append(sequence)
+            else:
+                decoding.append(sequence)
+        # A prompt's last token comes after all decodes, whatever its priority: where prompts have
+        # a copy of the weights, all that stands behind a prompt's row is served by the copy.
+        self._extend_all(step, decoding + ending)
         step.padding = self._padded_decodes(step.num_tokens) - step.num_tokens
         step.prompt_limit = self._prompt_limit(step)
         self._extend_all(step, prompts)

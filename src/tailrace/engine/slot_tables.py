@@ -74,6 +74,12 @@ class SlotTables:
         """Most int32 words that a step sends: every slot's table, whole."""
         return 2 * self.host.size
 
+    @staticmethod
+    def device_bytes(num_slots: int, width: int, max_sequences: int) -> int:
+        """Return what tables take of the device, and the largest step's entries on their way."""
+        slots = num_slots + EARLY_SLOTS
+        return 4 * width * ((slots + 1) + max_sequences + 2 * slots)
+
     # The engine's thread
 
     def extend(

@@ -91,6 +91,7 @@ def measure(
     timer: Callable[[Callable[[], object]], float],
     clock: Callable[[], float],
     bound_s: float,
+    ends_by: Callable[[Exception], bool] = lambda _: False,
 ) -> list[Choice]:
     """Return choices for the questions that were reached in time.
 
@@ -99,6 +100,8 @@ def measure(
         timer: Returns the seconds of one call of what it is given.
         clock: Monotonic seconds.
         bound_s: No candidate is begun after so many seconds.
+        ends_by: Tells of what a question failed by whether the rest is to go unasked; else it is
+            raised.
 
     Raises:
         ConfigError: A default fails: nothing would serve.
@@ -108,7 +111,12 @@ def measure(
     for question in questions:
         if clock() >= end_s:
             break
-        choice = _answer(question, timer, lambda: clock() >= end_s)
+        try:
+            choice = _answer(question, timer, lambda: clock() >= end_s)
+        except Exception as failure:
+            if not ends_by(failure):
+                raise
+            break
         if choice is None:
             break
         choices.append(choice)
@@ -196,7 +204,7 @@ def questions(
             yield _decode(kernels, heads, min(longest, _DECODE_KEYS), kv_dtype, unit)
     asked = set()
     for layer in kernels.planned_layers:
-        for ways in layer.planned:
+        for ways in kernels.ways_in_use(layer):
             for most_rows in ways.classes:
                 question = (words_of(layer), most_rows)
                 if len(ways.options(most_rows)) > 1 and question not in asked:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from tailrace.kernels.kernels import Linear, WeightDtype
     from tailrace.kernels.linear.device_linear import DeviceLinear
     from tailrace.kernels.linear.prefill_format import PrefillFormat
-    from tailrace.kernels.linear.ways import PlannedLinear
+    from tailrace.kernels.linear.ways import PlannedLinear, Ways
     from tailrace.kernels.linear.weight import Weight
     from tailrace.kernels.paged_attention.device_batch import DeviceBatch
     from tailrace.kernels.paged_attention.triton_decode import DecodeShape
@@ -84,6 +84,7 @@ class TritonKernels:
         self._workspace = Workspace(device, self.dtype)
         self._skinny = SkinnyScratch.allocate(device) if is_gpu else None
         self._planned_layers: list[ref[PlannedLinear]] = []
+        self._phased: list[ref[PhasedLinear]] = []
         self.decode_row: DecodeShape | None = None
         """A plan's shape of decodes' attention."""
         self.prefill_rows: tuple[tuple[int, Shape], ...] = ()
@@ -338,7 +339,21 @@ class TritonKernels:
         many = form.make(source, self._workspace)
         if isinstance(many, Float8Linear | Int8Linear):
             self.let_plan(many)
-        return PhasedLinear(linear, many, self.dtype, self.device)
+        phased = PhasedLinear(linear, many, self.dtype, self.device)
+        self._phased.append(ref(phased))
+        return phased
+
+    def ways_in_use(self, layer: PlannedLinear) -> tuple[Ways[object], ...]:
+        """Return those of a planned layer's ways that can come to serve.
+
+        In 4 bits beside a copy, a layer serves decodes alone and never writes its weight out: to
+        ask how would take the memory of a written weight for good.
+        """
+        if not isinstance(layer, Int4Linear):
+            return layer.planned
+        phased = (known() for known in self._phased)
+        is_few = any(one is not None and one.few is layer for one in phased)
+        return (layer.by_codes,) if is_few else layer.planned
 
     @property
     def name_of_dtype(self) -> str:

@@ -106,6 +106,8 @@ class Int4Linear:
             self.name += f", for Hopper above {by_triton} rows"
         self._tiles, self._writing = ways(held.outputs * held.inputs, by_triton)
         self._by_triton = by_triton
+        self.by_codes: Ways[object] = self._tiles
+        """The ways that `write` takes."""
         self.planned: tuple[Ways[object], ...] = (self._tiles, self._writing)
         workspace.reserve(
             outputs=held.outputs,

@@ -133,4 +133,8 @@ FORMATS: dict[str, PrefillFormat] = {
         HALF,
     )
 }
-"""By name, the fastest first (int8 is not timed yet): `auto` asks them in this order."""
+"""By name, the fastest first: `auto` asks them in this order.
+
+Seen on an H200 at 1024 rows of all layers of Qwen2.5-7B's shape: fp8 10.6 ms, int8 15.2, half
+precision 17.2 (docs/performance.md).
+"""
