@@ -27,6 +27,7 @@ from tailrace.kernels.attention_shapes import ADA, HOPPER, decode_candidates, pr
 from tailrace.kernels.dependent_launch import has_dependent_launches
 from tailrace.kernels.linear import (
     triton_float8,
+    triton_float8_few,
     triton_float8_rows,
     triton_hopper_int4,
     triton_hopper_int8,
@@ -267,6 +268,7 @@ def float8_linear_cases(kind: int) -> Iterator[Case]:
             f"float8_many blocks={by_blocks} {tile.words}", triton_float8.float8_many_kernel,
             constants, tile.num_warps, tile.num_stages, {**types, "x_ptr": "*fp8e4nv"},
         )  # fmt: skip
+    yield from float8_few_cases(kind, types)
     hidden = {"WIDTH": 3584, "BLOCK": 4096}
     inner = {"WIDTH": 18944, "BLOCK": 32768}
     for group in (0, 128):
@@ -279,6 +281,32 @@ def float8_linear_cases(kind: int) -> Iterator[Case]:
             if "HAS_X" in kernel.arg_names:
                 constants["HAS_X"] = True
             yield Case(f"{name} {group}", kernel, constants, warps, types=types)
+
+
+def float8_few_cases(kind: int, types: dict[str, str]) -> Iterator[Case]:
+    """Products of few FP8 rows: every shape that serves, and those that plans may choose."""
+    is_hopper = kind >= HOPPER
+    few, more = triton_float8_few.OTHERS, triton_float8_few.OTHER_CANDIDATES
+    if is_hopper:
+        few, more = triton_float8_few.HOPPER, triton_float8_few.HOPPER_CANDIDATES
+    shapes = [*few, *((rows, shape) for rows, some in more.items() for shape in some)]
+    for (block_m, shape), by_blocks in itertools.product(shapes, (False, True)):
+        constants = {
+            "BLOCK_M": block_m, "BLOCK_N": shape.block_n, "BY_BLOCKS": by_blocks,
+            "BY_DESCRIPTOR": is_hopper, "IS_SPLIT": True, "HAS_BIAS": True,
+            "STAGES": shape.num_stages,
+        }  # fmt: skip
+        sources = dict.fromkeys(("x_desc", "w_desc"), "*fp8e4nv")
+        if is_hopper:
+            sources = {
+                "x_desc": f"tensordesc<fp8e4nv[{block_m}, 128]>",
+                "w_desc": f"tensordesc<fp8e4nv[{shape.block_n}, 128]>",
+            }
+        yield Case(
+            f"float8_few {block_m} blocks={by_blocks} {shape.words}",
+            triton_float8_few.float8_few_kernel, constants, shape.num_warps, shape.num_stages,
+            {**types, "x_ptr": "*fp8e4nv", **sources},
+        )  # fmt: skip
 
 
 def int8_cases(kind: int) -> Iterator[Case]:
