@@ -8,6 +8,7 @@ import torch
 from tailrace.errors import EngineError
 from tailrace.kernels.linear import triton_float8_rows
 from tailrace.kernels.linear.float8 import Float8Weight, quantize_blocks, quantize_channels
+from tailrace.kernels.linear.float8_linear import Float8Linear
 from tailrace.kernels.linear.float8_rows import Float8Rows
 from tailrace.kernels.linear.triton_float8_few import (
     HOPPER,
@@ -20,6 +21,7 @@ from tailrace.kernels.linear.triton_float8_few import (
     few_ways,
     float8_few,
 )
+from tailrace.kernels.linear.ways import MANY, words_of
 from tailrace.kernels.linear.workspace import Workspace
 from tests.kernels.compare import assert_close
 from tests.kernels.paged import NAN
@@ -148,6 +150,48 @@ def test_rows_in_groups_that_are_not_the_weights_are_refused(on_triton, scheme, 
     x = triton_float8_rows.quantize_rows(on_triton.half(torch.zeros(2, 256)), group)
     with pytest.raises(EngineError, match="not those of a weight by"):
         float8_few(x, weight, None, torch.float16, scratch=scratch_for(on_triton, 48))
+
+
+# The layer
+
+
+@pytest.mark.parametrize("scheme", ["tensor", "channel", "block128"])
+@pytest.mark.parametrize("rows", [0, 1, 33, MOST_FEW_ROWS, MOST_FEW_ROWS + 3])
+def test_a_layer_that_rounds_all_rows_serves_any_number(on_triton, scheme, rows):
+    dtype = on_triton.kernels.dtype
+    if scheme == "tensor":
+        values = torch.randn(48, 160).to(torch.float8_e4m3fn)
+        weight = Float8Weight(values, torch.tensor([0.08]), "tensor")
+    else:
+        weight = QUANTIZE[scheme](torch.randn(48, 160) * 160**-0.5)
+    bias = torch.randn(48)
+    workspace = Workspace(on_triton.kernels.device, dtype)
+    layer = Float8Linear(weight, bias, workspace, rounds_all=True)
+    assert layer.rounds(rows) == (rows > 0)
+    x = on_triton.half(torch.randn(rows, 160))
+    rounded_rows = triton_float8_rows.quantize_rows(x, layer.group)
+    y = layer(x).cpu().double()
+    assert torch.equal(layer(rounded_rows).cpu().double(), y)
+    used = rounded_rows.dequantize().cpu().double()
+    truth = used @ weight.dequantize(torch.float64).t() + on_triton.rounded(bias).double()
+    # torch rounds results of many rows to bfloat16 where scales go by rows.
+    by_torch = rows > MOST_FEW_ROWS and not layer.group
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if by_torch else on_triton.tolerance
+    assert_close("y", y, truth, **tolerance)
+
+
+def test_a_plan_does_not_take_the_two_kinds_of_layer_for_one_another():
+    weight = quantize_channels(torch.randn(48, 160))
+    some, every = (
+        Float8Linear(
+            weight, None, Workspace(torch.device("cpu"), torch.float16), rounds_all=rounds_all
+        )
+        for rounds_all in (False, True)
+    )
+    assert words_of(some) == "fp8/channel linear 160 to 48"
+    assert words_of(every) == "fp8/channel linear, few rows rounded 160 to 48"
+    assert [ways.classes for ways in some.planned] == [[16, 32], [64, 128, 256, 512, MANY]]
+    assert [ways.classes for ways in every.planned] == [[16, 32, 64, 128], [256, 512, MANY]]
 
 
 def test_every_split_has_a_step_of_work():

@@ -1,10 +1,17 @@
-"""A linear layer over FP8 weights on a GPU: few rows in half precision, many in FP8.
+"""A linear layer over FP8 weights on a GPU: few rows in half precision or rounded, many in FP8.
 
 Up to `MOST_ROWS` rows a product is bound by the weight's bytes: it is widened in registers, and
 activations are not rounded. Beyond, arithmetic counts, and FP8 has twice as much of it: rows are
 rounded to FP8 by scales of their own (`float8_rows`), unless they come so, and multiplied by torch
 (`torch_float8`) or by our own kernel (`triton_float8`). Torch takes a scale an output everywhere,
 and blocks of 128 x 128 on Hopper only; elsewhere those are our own kernel's.
+
+    rows             ..32           ..128               more
+    by default       widened        rounded, many       rounded, many
+    rounding all     rounded, few   rounded, few        rounded, many
+
+Widening takes longer than the weight's bytes do. A layer that rounds all rows multiplies few of
+them as they are (`triton_float8_few`): a choice of accuracy, which no plan makes.
 """
 
 from __future__ import annotations
@@ -14,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tailrace.errors import ConfigError, EngineError
+from tailrace.kernels.attention_shapes import INTERPRETER
 from tailrace.kernels.linear.device_linear import RoundsRows
 from tailrace.kernels.linear.float8 import BLOCK, Float8Weight
 from tailrace.kernels.linear.float8_rows import Float8Rows
@@ -25,6 +33,12 @@ from tailrace.kernels.linear.triton_float8 import (
     skinny_splits,
     ways,
 )
+from tailrace.kernels.linear.triton_float8_few import (
+    MOST_FEW_ROWS,
+    few_splits,
+    few_ways,
+    float8_few,
+)
 from tailrace.kernels.linear.triton_float8_rows import (
     add_rms_norm_float8,
     quantize_rows,
@@ -34,6 +48,9 @@ from tailrace.kernels.linear.triton_float8_rows import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tailrace.kernels.attention_shapes import Capability
+    from tailrace.kernels.linear.triton_float8_few import FewFloat8Shape
+    from tailrace.kernels.linear.ways import Ways
     from tailrace.kernels.linear.workspace import Workspace
 
 ALIGNMENT = 16
@@ -52,12 +69,20 @@ class Float8Linear(RoundsRows):
         weight: Of any device; may be freed after packing.
         bias_O: Likewise, or none.
         workspace: Shared by all layers of a stream.
+        rounds_all: Whether few rows are rounded as well.
 
     Raises:
         ConfigError: Inputs or outputs are no multiple of 16.
     """
 
-    def __init__(self, weight: Float8Weight, bias_O: Tensor | None, workspace: Workspace) -> None:
+    def __init__(
+        self,
+        weight: Float8Weight,
+        bias_O: Tensor | None,
+        workspace: Workspace,
+        *,
+        rounds_all: bool = False,
+    ) -> None:
         if not takes(weight):
             raise ConfigError(
                 f"FP8 weight {list(weight.shape)}: inputs and outputs must be multiples of "
@@ -70,8 +95,9 @@ class Float8Linear(RoundsRows):
             self.bias_O = bias_O.to(workspace.device, workspace.dtype).contiguous()
         self._workspace = workspace
         outputs, inputs = weight.shape
-        splits, _ = skinny_splits(outputs, inputs)
-        workspace.reserve(outputs=outputs, splits=splits, rows=MOST_ROWS)
+        splits, _ = (few_splits if rounds_all else skinny_splits)(outputs, inputs)
+        most_rows = MOST_FEW_ROWS if rounds_all else MOST_ROWS
+        workspace.reserve(outputs=outputs, splits=splits, rows=most_rows)
         self.group = BLOCK if weight.scheme == "block128" else 0
         """Inputs that share a scale in the rows that it takes; 0: all."""
         self.name = f"FP8 by {weight.scheme}"
@@ -80,7 +106,15 @@ class Float8Linear(RoundsRows):
             self.name += f", many rows by {'torch' if by_torch else 'Triton'}"
         self.operation = f"fp8/{self._weight.scheme} linear"
         self._torch = TorchFloat8(self._weight, self.bias_O) if by_torch else None
-        self._few, self._many = self.planned = ways(by_torch=by_torch)
+        self._few, self._many = ways(by_torch=by_torch, beyond=most_rows)
+        self._rounded: Ways[FewFloat8Shape] | None = None
+        self.planned: tuple[Ways[object], ...] = (self._few, self._many)
+        if rounds_all:
+            self.name += ", few rows rounded"
+            # Plans of the two kinds of layer name other kernels.
+            self.operation += ", few rows rounded"
+            self._rounded = few_ways(_capability(workspace.device))
+            self.planned = (self._rounded, self._many)
 
     @property
     def nbytes(self) -> int:
@@ -106,7 +140,7 @@ class Float8Linear(RoundsRows):
 
     def rounds(self, rows: int) -> bool:
         """Tell whether so many rows are multiplied in FP8."""
-        return rows > MOST_ROWS
+        return rows > (MOST_ROWS if self._rounded is None else 0)
 
     def write_normed(
         self,
@@ -157,13 +191,31 @@ class Float8Linear(RoundsRows):
         return torch.empty(rows, self.sizes[0], dtype=self._dtype, device=device)
 
     def _multiply(self, x: Float8Rows, out_TO: Tensor) -> None:
-        shape = self._many.of(x.values.shape[0])
+        rows = x.values.shape[0]
+        if self._rounded is not None and rows <= MOST_FEW_ROWS:
+            if rows:
+                float8_few(
+                    x,
+                    self._weight,
+                    self.bias_O,
+                    self._dtype,
+                    scratch=self._workspace.scratch,
+                    shape=self._rounded.of(rows),
+                    out_TO=out_TO,
+                )
+            return
+        shape = self._many.of(rows)
         if shape is not None:
             float8_many(x, self._weight, self.bias_O, self._dtype, shape=shape, out_TO=out_TO)
         elif self._torch is None:
             raise EngineError(f"{self.name}: torch was chosen, which does not take it here")
         else:
             self._torch.write(x, out_TO)
+
+
+def _capability(device: torch.device) -> Capability:
+    on_gpu = device.type == "cuda"
+    return torch.cuda.get_device_capability(device) if on_gpu else INTERPRETER
 
 
 def _held(weight: Float8Weight, device: torch.device) -> Float8Weight:

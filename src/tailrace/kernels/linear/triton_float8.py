@@ -251,13 +251,16 @@ MANY_CLASSES = (64, 128, 256, 512, MANY)
 TORCH = "torch"
 
 
-def ways(*, by_torch: bool) -> tuple[Ways[SkinnyFloat8Shape], Ways[Float8Shape | None]]:
+def ways(
+    *, by_torch: bool, beyond: int = MOST_ROWS
+) -> tuple[Ways[SkinnyFloat8Shape], Ways[Float8Shape | None]]:
     """Return what can serve a layer: few rows as they are, and many in FP8; None is torch.
 
     From how many rows on they are rounded is no choice: see ADR 18.
 
     Args:
         by_torch: Whether torch multiplies such rows and weights here; it then does by default.
+        beyond: The most rows that are few: of classes up to it, many rows are not asked about.
     """
     few = {
         most_rows: {shape.words: shape for shape in (usual, *CANDIDATES[most_rows])}
@@ -267,7 +270,9 @@ def ways(*, by_torch: bool) -> tuple[Ways[SkinnyFloat8Shape], Ways[Float8Shape |
         shape.words: shape for shape in (MANY_SHAPE, *MANY_CANDIDATES)
     }
     many = {TORCH: None, **ours} if by_torch else ours
-    return Ways(few), Ways(dict.fromkeys(MANY_CLASSES, many), many_rows=2048)
+    return Ways(few), Ways(
+        {most_rows: many for most_rows in MANY_CLASSES if most_rows > beyond}, many_rows=2048
+    )
 
 
 _PROGRAMS, _MOST_SPLITS, _LEAST_STEPS = 264, 8, 4
