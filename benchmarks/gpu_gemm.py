@@ -16,6 +16,11 @@ weight that none comes from the L2 cache. The ways:
     bf16           as served: Triton for few rows, else cuBLAS
     fp8 rows       as served, a scale an output: few rows by widened weights, many in FP8
     fp8 mm         of that, the product alone: rows come in FP8
+    fp8 few        up to 128 rows, rounded and multiplied by our kernel of few FP8 rows: as served
+                   where all rows are rounded, but that there the norm or SiLU-mul rounds them
+    fp8 few mm     of that, the product alone: rows come in FP8
+    fp8 few blocks, fp8 few blocks mm
+                   the same over a scale a block of 128 x 128
     fp8 blocks     as served, a scale a block of 128 x 128: many rows by torch on Hopper, elsewhere
                    by our own kernel
     fp8 torch      blocks by torch.nn.functional.scaled_mm, the product alone, where it takes them
@@ -77,12 +82,15 @@ ODD = ((1, 128, 48), (7, 256, 112), (33, 640, 208), (100, 384, 144), (131, 512, 
 WHOLE_BLOCKS = ((100, 384, 256), (131, 512, 384))
 """Likewise for torch, which takes only whole blocks of 128, as every layer timed here has."""
 WAYS = (
-    "cublas", "bf16", "fp8 rows", "fp8 mm", "fp8 blocks", "fp8 torch", "int8 rows", "int8 mm",
-    "int8 hopper", "int8 torch", "int4",
+    "cublas", "bf16", "fp8 rows", "fp8 mm", "fp8 few", "fp8 few mm", "fp8 blocks", "fp8 few blocks",
+    "fp8 few blocks mm", "fp8 torch", "int8 rows", "int8 mm", "int8 hopper", "int8 torch", "int4",
 )  # fmt: skip
-COMPILED = ("bf16", "fp8 rows", "fp8 blocks", "int8 rows", "int4")
+COMPILED = ("bf16", "fp8 rows", "fp8 few", "fp8 blocks", "fp8 few blocks", "int8 rows", "int4")
 """Ways with kernels of Triton, which are compiled before anything is timed."""
-ALONE = ("fp8 mm", "fp8 torch", "int8 mm", "int8 hopper", "int8 torch")
+ALONE = (
+    "fp8 mm", "fp8 few mm", "fp8 few blocks mm", "fp8 torch", "int8 mm", "int8 hopper",
+    "int8 torch",
+)  # fmt: skip
 """Ways without the rounding of their rows, which nobody is served by."""
 YARDSTICKS = ("fp8 torch", "int8 torch")
 """Torch's own ways: left out where it refuses them or they differ."""
@@ -91,6 +99,8 @@ LEAST_TORCH_ROWS = 17
 SWEPT = {
     "int4": (16, 32, 64, 128),
     "fp8 rows": (16, 32),
+    "fp8 few mm": (16, 32, 64, 128),
+    "fp8 few blocks mm": (16, 32, 64, 128),
     "int8 mm": (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
     "int8 hopper": (128, 256, 512, 1024, 2048, 4096, 8192),
 }
@@ -215,16 +225,17 @@ def _make_float8(
     from tailrace.kernels.linear.float8_linear import Float8Linear
     from tailrace.kernels.linear.triton_float8_rows import quantize_rows
 
-    by_rows = way in ("fp8 rows", "fp8 mm")
+    by_rows = way in ("fp8 rows", "fp8 mm", "fp8 few", "fp8 few mm")
     held = (quantize_channels if by_rows else quantize_blocks)(weight)
     workspace = _workspace(setting)
     kept = [
         Float8Weight(held.values.clone(), held.scales.clone(), held.scheme) for _ in range(copies)
     ]
-    layers = [Float8Linear(one, bias, workspace) for one in kept]
+    rounds_all = way.startswith("fp8 few")
+    layers = [Float8Linear(one, bias, workspace, rounds_all=rounds_all) for one in kept]
     products: list[Callable[[torch.Tensor], torch.Tensor]] = list(layers)
-    if way == "fp8 mm":
-        products = _rounded_once(layers, lambda x: quantize_rows(x, 0))
+    if way.endswith(" mm"):
+        products = _rounded_once(layers, lambda x: quantize_rows(x, layers[0].group))
     elif way == "fp8 torch":
         ours = [_torch_blocks(one, bias) for one in kept]
         products = _rounded_once(ours, lambda x: _torch_rows(quantize_rows(x, 128)))
@@ -336,9 +347,12 @@ def _torch_blocks(held: Float8Weight, bias: torch.Tensor | None) -> Callable:
 def takes(way: str, rows: int, setting: Setting) -> bool:
     """Tell whether a way has something of its own to say about so many rows."""
     from tailrace.kernels.linear.triton_float8 import MOST_ROWS
+    from tailrace.kernels.linear.triton_float8_few import MOST_FEW_ROWS
 
     if way == "fp8 torch":
         return setting.is_gpu and rows > MOST_ROWS
+    if way.startswith("fp8 few"):
+        return rows <= MOST_FEW_ROWS
     if way == "int8 torch":
         return rows >= LEAST_TORCH_ROWS
     if way == "int8 hopper":
@@ -359,7 +373,7 @@ def check(setting: Setting) -> tuple[list[str], set[str]]:
     for way in setting.ways:
         is_yardstick = way in YARDSTICKS
         cases = WHOLE_BLOCKS if is_yardstick else ODD
-        if way == "fp8 blocks":
+        if way.startswith(("fp8 blocks", "fp8 few blocks")):
             cases = (*ODD, *WHOLE_BLOCKS)
         for sizes, has_bias in itertools.product(cases, (False, True)):
             if not takes(way, sizes[0], setting) or way in left_out:
@@ -377,7 +391,7 @@ def check(setting: Setting) -> tuple[list[str], set[str]]:
     return wrong, left_out
 
 
-ROUNDING = dict.fromkeys(("fp8 rows", "fp8 mm", "fp8 blocks", "fp8 torch"), 0.04)
+ROUNDING = dict.fromkeys((way for way in WAYS if way.startswith("fp8")), 0.04)
 """Ways whose many rows are rounded to 3 bits of mantissa: 1/16 at most, 0.026 on average."""
 FINE = dict.fromkeys(("int8 rows", "int8 mm", "int8 hopper", "int8 torch"), 0.015)
 """Likewise to 1/254 of a row's largest value at most: 0.008 on average where they are normal."""
@@ -409,8 +423,8 @@ def _difference(
     if bias is not None:
         truth += bias.double()
     error = float((y - truth).norm() / truth.norm())
-    # A way of few rows rounds no activation, whatever the format of its weight.
-    is_tight = way.startswith("fp8") and rows <= MOST_ROWS
+    # These ways round no activation of few rows, whatever the format of their weight.
+    is_tight = way in ("fp8 rows", "fp8 blocks") and rows <= MOST_ROWS
     return error * (BOUNDS[way] / BOUNDS["cublas"]) if is_tight else error
 
 
@@ -579,6 +593,7 @@ def compile_all(setting: Setting) -> None:
             pool.submit(compile_way, way, setting.device, has_bias)
             for way in COMPILED
             if any(asked.split()[0] == way.split()[0] for asked in setting.ways)
+            if "few" not in way or any("few" in asked for asked in setting.ways)
             for has_bias in (False, True)
         ]
         for job in jobs:
@@ -601,6 +616,7 @@ def hopper_int8_shapes() -> tuple[object, ...]:
 def sweep_shapes() -> list[tuple[str, int, object, int]]:
     """Return (way, rows of the tile, shape, splits) to time."""
     from tailrace.kernels.linear.triton_float8 import SkinnyFloat8Shape
+    from tailrace.kernels.linear.triton_float8_few import FewFloat8Shape
     from tailrace.kernels.linear.triton_int4 import Int4Shape
     from tailrace.kernels.linear.triton_int8 import SHAPES_TO_TIME
 
@@ -616,6 +632,16 @@ def sweep_shapes() -> list[tuple[str, int, object, int]]:
     found += [
         ("fp8 rows", rows, SkinnyFloat8Shape(*size), 0)
         for rows, size in itertools.product(SWEPT["fp8 rows"], sizes)
+    ]
+    few = [
+        (block_n, warps, stages)
+        for block_n, warps in ((64, 4), (64, 8), (128, 4), (128, 8))
+        for stages in (2, 3, 4, 5, 6, 8)
+    ]
+    found += [
+        (way, rows, FewFloat8Shape(*size), 0)
+        for way in ("fp8 few mm", "fp8 few blocks mm")
+        for rows, size in itertools.product(SWEPT[way], few)
     ]
     found += [
         ("int8 mm", rows, shape, 0)
@@ -672,6 +698,8 @@ def _swept(way: str, setting: Setting, weight: torch.Tensor, splits: int) -> tup
     workspace.reserve(outputs=outputs, splits=8, rows=128)
     if way.startswith("int8"):
         return _swept_int8(way, setting, weight)
+    if way.startswith("fp8 few"):
+        return _swept_float8_few(way, setting, weight)
     if way == "int4":
         first = PackedInt4.of(quantize_groups(weight, 128), setting.device, splits)
         count = min(40, -int(-COLD_BYTES // first.nbytes)) if setting.is_gpu else 1
@@ -700,6 +728,37 @@ def _swept(way: str, setting: Setting, weight: torch.Tensor, splits: int) -> tup
         return (time.perf_counter() - begun) / len(kept)
 
     return run, Made([], weight[:0], first.nbytes, "bf16")
+
+
+def _swept_float8_few(way: str, setting: Setting, weight: torch.Tensor) -> tuple[Callable, Made]:
+    from tailrace.kernels.linear.float8 import quantize_blocks, quantize_channels
+    from tailrace.kernels.linear.triton_float8_few import float8_few
+    from tailrace.kernels.linear.triton_float8_rows import quantize_rows
+
+    workspace = _workspace(setting)
+    workspace.reserve(outputs=weight.shape[0], splits=8, rows=128)
+    by_blocks = way == "fp8 few blocks mm"
+    first = (quantize_blocks if by_blocks else quantize_channels)(weight)
+    count = min(40, -int(-COLD_BYTES // first.nbytes)) if setting.is_gpu else 1
+    kept = [
+        replace(first, values=first.values.clone(), scales=first.scales.clone())
+        for _ in range(count)
+    ]
+
+    def run(x: torch.Tensor, shape: object) -> float:
+        rows = quantize_rows(x, 128 if by_blocks else 0)
+
+        def all_copies() -> None:
+            for one in kept:
+                float8_few(rows, one, None, setting.dtype, scratch=workspace.scratch, shape=shape)
+
+        if setting.is_gpu:
+            return _graph_s(all_copies, 7) / len(kept)
+        begun = time.perf_counter()
+        all_copies()
+        return (time.perf_counter() - begun) / len(kept)
+
+    return run, Made([], weight[:0], first.nbytes, "fp8")
 
 
 def _swept_int8(way: str, setting: Setting, weight: torch.Tensor) -> tuple[Callable, Made]:
@@ -793,7 +852,7 @@ def print_layers(found: list[dict], rows: int) -> None:
 def print_table(found: list[dict], setting: Setting) -> None:
     """Print all layers of the model by rows: one product each, DEPTH times, in milliseconds."""
     ways = [way for way in WAYS if any(entry["way"] == way for entry in found)]
-    width = 11
+    width = max(11, *(len(way) + 2 for way in ways))
     print(f"\nall linear layers ({DEPTH} x {', '.join(setting.layers)}), milliseconds by rows:")
     head = "".join(f"{way:>{width}}" for way in ways)
     floors = ("cublas", "fp8 rows", "int4")
