@@ -48,6 +48,8 @@ def test_the_block_size_is_a_unit_or_a_mix_of_sizes_over_the_smallest():
         ("port", "x", "port"),
         ("max_batch_size", 0, "at least 1"),
         ("quant_type", "awk", "did you mean 'awq'"),
+        ("fp8_activations", "few", "--fp8-activations few: must be one of many, all"),
+        ("fp8_activations", "all", "a CPU rounds no activation to FP8; leave it out"),
         ("prefill_weights", "fp9", "did you mean 'fp8'"),
         ("prefill_weights", "bf16", "a CPU serves prompts by the same weights; use auto or same"),
         ("gpus", "0,1", "several GPUs is not in this version"),

@@ -23,6 +23,7 @@ DEFAULT_MODEL = "smollm2"
 
 BLOCK_SIZES = ("auto", "8", "16", "32")
 QUANT_TYPES = ("auto", "none", "awq", "fp8", "compressed-tensors")
+FP8_ACTIVATIONS = ("many", "all")
 PREFILL_WEIGHTS = ("auto", "same", "fp8", "int8", "bf16")
 _GPU_ITL_TARGET_S = 0.03
 ENV_PREFIX = "TAILRACE_"
@@ -56,6 +57,12 @@ class EngineConfig:
         "Weight format: auto (as the checkpoint says) | fp8 (also rounds plain weights to FP8 at "
         "load, a scale for each output) | awq | compressed-tensors | none (an error where the "
         "checkpoint is of another).",
+    )
+    fp8_activations: str = setting(
+        "many",
+        "Which steps' activations are rounded to FP8 beside FP8 weights on a GPU. many: those of "
+        "more than 32 rows | all: every step's, so that decodes take native FP8 products; what it "
+        "costs in accuracy, check-accuracy tells.",
     )
     prefill_weights: str = setting(
         "auto",
@@ -125,6 +132,7 @@ class EngineConfig:
         _one_of("cpu-kernels", self.cpu_kernels, ("auto", "native", "torch"))
         _one_of("block-size", str(self.block_size), BLOCK_SIZES)
         _one_of("quant-type", self.quant_type, QUANT_TYPES)
+        _one_of("fp8-activations", self.fp8_activations, FP8_ACTIVATIONS)
         _one_of("prefill-weights", self.prefill_weights, PREFILL_WEIGHTS)
         self._check_device()
         self._check_itl_target()
@@ -217,6 +225,11 @@ class EngineConfig:
                 f"--prefill-weights {self.prefill_weights}: a second copy of the weights needs a "
                 "GPU's matrix units; a CPU serves prompts by the same weights; use auto or same, "
                 "or name a GPU with --gpus"
+            )
+        if self.fp8_activations != "many" and not self.gpus:
+            raise ConfigError(
+                f"--fp8-activations {self.fp8_activations}: FP8 products need a GPU; a CPU rounds "
+                "no activation to FP8; leave it out, or name a GPU with --gpus"
             )
         if len(self.gpus) > 1:
             raise ConfigError(

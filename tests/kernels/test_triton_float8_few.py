@@ -23,6 +23,7 @@ from tailrace.kernels.linear.triton_float8_few import (
 )
 from tailrace.kernels.linear.ways import MANY, words_of
 from tailrace.kernels.linear.workspace import Workspace
+from tailrace.kernels.triton_kernels import TritonKernels
 from tests.kernels.compare import assert_close
 from tests.kernels.paged import NAN
 
@@ -192,6 +193,31 @@ def test_a_plan_does_not_take_the_two_kinds_of_layer_for_one_another():
     assert words_of(every) == "fp8/channel linear, few rows rounded 160 to 48"
     assert [ways.classes for ways in some.planned] == [[16, 32], [64, 128, 256, 512, MANY]]
     assert [ways.classes for ways in every.planned] == [[16, 32, 64, 128], [256, 512, MANY]]
+
+
+@pytest.mark.parametrize("scheme", QUANTIZE)
+def test_the_kernels_round_few_rows_where_they_are_made(interpreter, scheme):
+    kernels = TritonKernels(torch.device("cpu"), "float16", rounds_all=True)
+    layers = [
+        kernels.pack_linear(QUANTIZE[scheme](torch.randn(48, n) * n**-0.5), None, "float16")
+        for n in (160, 96)
+    ]
+    assert [layer.name.endswith(", few rows rounded") for layer in layers] == [True, True]
+    weight = torch.randn(160)
+    x, residual = torch.randn(2, 160).half(), torch.randn(2, 160)
+    by_steps = residual.clone()
+    expected = layers[0](kernels.add_rms_norm(x, by_steps, weight, 1e-5))
+    found = kernels.norm_into(layers[0], x, residual, weight, 1e-5)
+    assert torch.equal(residual, by_steps)
+    assert_near(found, expected)
+    gate_up = torch.randn(2, 192).half()
+    assert_near(kernels.silu_mul_into(layers[1], gate_up), layers[1](kernels.silu_mul(gate_up)))
+
+
+def assert_near(found, expected):
+    """A value near the middle of two float8 ones may go either way: few do, and by one step."""
+    difference = (found.double() - expected.double()).norm() / expected.double().norm()
+    assert 0 <= float(difference) < 0.02
 
 
 def test_every_split_has_a_step_of_work():

@@ -443,7 +443,7 @@ def _load_on_gpu(
 
     device = load_device(config.gpus[0])
     dtype = activations(config)
-    kernels = TritonKernels(device, dtype)
+    kernels = TritonKernels(device, dtype, rounds_all=config.fp8_activations == "all")
     served = load_model(folder, dtype=dtype, kernels=kernels, quant_type=config.quant_type)
     if config.prefill_weights != "auto":
         choice = choose(config.prefill_weights, kernels, served, {})

@@ -125,7 +125,11 @@ def load_weights(
     torch.cuda.synchronize(device)  # makes CUDA's context, for whose seconds weights cannot help
     times.mark("device")
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
-    kernels = TritonKernels(device, dtype)  # type: ignore[arg-type]  # checked by the config
+    kernels = TritonKernels(
+        device,
+        dtype,  # type: ignore[arg-type]  # checked by the config
+        rounds_all=config.fp8_activations == "all",
+    )
     model = load_model(
         folder,
         dtype=dtype,

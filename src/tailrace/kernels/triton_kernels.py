@@ -70,13 +70,17 @@ class TritonKernels:
     Args:
         device: A CUDA device, or the CPU under Triton's interpreter.
         dtype: Of activations: bfloat16, float16 (or float32, for tests).
+        rounds_all: Whether layers over FP8 weights round few rows to FP8 as well.
     """
 
-    def __init__(self, device: torch.device, dtype: WeightDtype) -> None:
+    def __init__(
+        self, device: torch.device, dtype: WeightDtype, *, rounds_all: bool = False
+    ) -> None:
         self.device = device
         self.capability = capability_of(device)
         self.dtype = DTYPES[dtype]
         self.name = f"triton ({dtype})"
+        self._rounds_all = rounds_all
         self._scratch: DecodeScratch | None = None
         # Prompts' attention runs there beside the decodes'; the higher priority gives it its share
         # of each multiprocessor: docs/performance.md, "Attention on two streams".
@@ -302,7 +306,9 @@ class TritonKernels:
         if isinstance(weight, GroupInt4) and weight.group % LEAST_GROUP == 0:
             return self.let_plan(Int4Linear(weight, bias_O, self._workspace))
         if isinstance(weight, Float8Weight) and self._multiplies_float8 and takes(weight):
-            return self.let_plan(Float8Linear(weight, bias_O, self._workspace))
+            return self.let_plan(
+                Float8Linear(weight, bias_O, self._workspace, rounds_all=self._rounds_all)
+            )
         linear = CublasLinear(plain(weight), bias_O, self.dtype, self.device)
         # The interpreter takes a minute for what cuBLAS does at once.
         if self._skinny is None:
