@@ -50,7 +50,7 @@ def test_every_kernel_compiles_within_the_gpus_means(kind, pytestconfig, tmp_pat
     assert {entry["name"].split()[0] for entry in dependent} == (
         {
             "decode", "rope_cache", "rms_norm", "silu_mul", "skinny", "int4", "float8_skinny",
-            "quantize_rows", "rms_norm_float8", "silu_mul_float8", "hopper_int4",
+            "quantize_rows", "rms_norm_float8", "silu_mul_float8", "hopper_int4", "float8_few",
         }
         if kind >= HOPPER
         else set()
