@@ -437,7 +437,7 @@ def _load_on_gpu(
 ) -> tuple[Device, CausalLM, CausalLM]:
     # Triton is imported with these: a CPU build of torch has none.
     from tailrace.engine import cuda_runner  # noqa: PLC0415
-    from tailrace.engine.cuda_setup import load_device  # noqa: PLC0415
+    from tailrace.engine.cuda_setup import check_fp8_activations, load_device  # noqa: PLC0415
     from tailrace.engine.prefill_weights import choose, with_copy  # noqa: PLC0415
     from tailrace.kernels.triton_kernels import TritonKernels, UnpackedTritonKernels  # noqa: PLC0415
 
@@ -445,6 +445,7 @@ def _load_on_gpu(
     dtype = activations(config)
     kernels = TritonKernels(device, dtype, rounds_all=config.fp8_activations == "all")
     served = load_model(folder, dtype=dtype, kernels=kernels, quant_type=config.quant_type)
+    check_fp8_activations(config, served)
     if config.prefill_weights != "auto":
         choice = choose(config.prefill_weights, kernels, served, {})
         if choice.format is not None:

@@ -31,6 +31,7 @@ from tailrace.engine.start_times import StartTimes
 from tailrace.errors import ConfigError
 from tailrace.kernels.attention_shapes import FLOAT8_CAPABILITY, decode_shape
 from tailrace.kernels.linear.float8 import FLOAT8
+from tailrace.kernels.linear.float8_linear import ROUNDED
 from tailrace.kernels.paged_attention.device_batch import DeviceBatch, cut_tiles
 from tailrace.kernels.triton_kernels import TritonKernels
 from tailrace.models.loader import describe_weights, load_model
@@ -138,9 +139,27 @@ def load_weights(
         quant_type=config.quant_type,
         seed=config.seed,
     )
+    check_fp8_activations(config, model)
     torch.cuda.synchronize(device)
     times.mark("weights")
     return kernels, model
+
+
+def check_fp8_activations(config: EngineConfig, model: CausalLM) -> None:
+    """See that some layer rounds every step's activations, where that is asked for.
+
+    Raises:
+        ConfigError: None does.
+    """
+    if config.fp8_activations == "all" and not any(
+        name.endswith(ROUNDED) for name in model.linear_names
+    ):
+        held = ", ".join(model.linear_names)
+        raise ConfigError(
+            f"--fp8-activations all: no layer multiplies in FP8 (they are by {held}); it needs FP8 "
+            "weights (--quant-type fp8 makes them of plain ones) and a GPU of compute capability "
+            "8.9 or above; leave it out"
+        )
 
 
 def measure_plan(config: EngineConfig, folder: Path, out: Path | None) -> tuple[Plan, Path]:

@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 ALIGNMENT = 16
 """Inputs and outputs are multiples of it, or the hardware's products do not take them."""
 
+ROUNDED = ", few rows rounded"
+"""What the name of a layer that rounds all rows ends with."""
+
 
 def takes(weight: Float8Weight) -> bool:
     """Tell whether the sizes of a weight allow FP8 products."""
@@ -110,9 +113,8 @@ class Float8Linear(RoundsRows):
         self._rounded: Ways[FewFloat8Shape] | None = None
         self.planned: tuple[Ways[object], ...] = (self._few, self._many)
         if rounds_all:
-            self.name += ", few rows rounded"
-            # Plans of the two kinds of layer name other kernels.
-            self.operation += ", few rows rounded"
+            self.name += ROUNDED
+            self.operation += ROUNDED  # plans of the two kinds of layer name other kernels
             self._rounded = few_ways(_capability(workspace.device))
             self.planned = (self._rounded, self._many)
 
