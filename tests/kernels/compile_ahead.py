@@ -36,6 +36,7 @@ from tailrace.kernels.linear import (
     triton_int8_rows,
     triton_skinny,
 )
+from tailrace.kernels.paged_attention import triton_hopper_prefill
 from tailrace.kernels.paged_attention.contiguous import WHOLE
 from tailrace.kernels.paged_attention.triton_decode import decode_kernel
 from tailrace.kernels.paged_attention.triton_prefill import prefill_kernel
@@ -365,6 +366,37 @@ def hopper_int8_cases(kind: int) -> Iterator[Case]:
         )  # fmt: skip
 
 
+def hopper_prefill_cases(kind: int) -> Iterator[Case]:
+    """Every candidate in bfloat16 over units of 8; the usual ones in float16 over 16 and 256."""
+    if kind < HOPPER:
+        return
+    usual = triton_hopper_prefill.USUAL
+    wanted = [
+        (head_dim, shape, "bf16", 8)
+        for head_dim, shapes in triton_hopper_prefill.CANDIDATES.items()
+        for shape in shapes
+    ]
+    wanted += [(dim, usual[dim], "fp16", unit) for dim, unit in ((128, 16), (64, 16), (128, 256))]
+    for head_dim, shape, half, unit in wanted:
+        heads, kv_heads = HEADS[head_dim]
+        box = triton_hopper_prefill.box_tokens(unit, shape)
+        boxes = f"tensordesc<{half}[1, {box}, 1, 64],{triton_hopper_prefill.box_layout()!r}>"
+        rows = f"tensordesc<{half}[64, {head_dim}],{triton_hopper_prefill.query_layout()!r}>"
+        types = {
+            **TYPES, "q_desc": rows, "k_desc": boxes, "v_desc": boxes, "out_ptr": f"*{half}",
+        }  # fmt: skip
+        constants = {
+            "NUM_HEADS": heads, "GROUP": heads // kv_heads, "UNIT": unit, "HEAD_DIM": head_dim,
+            "BLOCK_N": shape.block_n, "STAGES": shape.stages, "TURNS": shape.turns,
+            "REGISTERS": shape.registers,
+        }  # fmt: skip
+        yield Case(
+            f"hopper_prefill {head_dim} {shape.words} {half}/{unit}",
+            triton_hopper_prefill.hopper_prefill_kernel, constants, types=types,
+            registers=triton_hopper_prefill.REGISTERS, source=GluonASTSource,
+        )  # fmt: skip
+
+
 def sampling_cases() -> Iterator[Case]:
     """For a vocabulary of 152k, which is 149 blocks."""
     warps = {"weigh": 8, "aim": 8, "search": 16}
@@ -448,6 +480,7 @@ def main(kind: int) -> None:
         *int4_cases(),
         *hopper_int4_cases(kind),
         *hopper_int8_cases(kind),
+        *hopper_prefill_cases(kind),
         *float8_linear_cases(kind),
         *int8_cases(kind),
         *sampling_cases(),
