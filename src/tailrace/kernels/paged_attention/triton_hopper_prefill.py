@@ -56,6 +56,42 @@ BLOCK_M = _SIDE * _SIDES
 
 
 @gluon.jit
+def _copy(
+    desc,
+    pieces,
+    bar,
+    piece,
+    table,
+    start,
+    kv_head,
+    kv_len,
+    HALVES: gl.constexpr,
+    BOXES: gl.constexpr,
+    UNIT: gl.constexpr,
+):
+    """Begin to copy a tile, box after box; pieces of the first 64 dimensions lie first.
+
+    A few boxes are asked for at a time: one warp has registers for no more. So that the loop is
+    not unrolled, its end is not known when compiled.
+    """
+    BOX: gl.constexpr = pieces.shape[2]
+    TOGETHER: gl.constexpr = 4 if BOXES > 4 else BOXES
+    end = gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", args=[gl.to_tensor(BOXES)], dtype=gl.int32, is_pure=True, pack=1
+    )
+    for group in range(0, end, TOGETHER):
+        for within in gl.static_range(TOGETHER):
+            box = group + within
+            token = start + box * BOX
+            unit = gl.load(table + token // UNIT, mask=token < kv_len, other=-1)
+            for half in gl.static_range(HALVES):
+                tma.async_copy_global_to_shared(
+                    desc, [unit, token % UNIT, kv_head, half * COLUMNS], bar,
+                    pieces.index(piece + half * BOXES + box),
+                )  # fmt: skip
+
+
+@gluon.jit
 def _produce(common, q_desc, k_desc, v_desc, table, row, head, kv_head, kv_len, UNIT: gl.constexpr):
     """Copy the queries, then keep both rings full, a tile of keys a slot."""
     q_smem, k_pieces, v_pieces, bars, tiles, _ = common
@@ -80,24 +116,10 @@ def _produce(common, q_desc, k_desc, v_desc, table, row, head, kv_head, kv_len, 
         v_bar = v_full.index(slot)
         mbarrier.wait(k_free.index(slot), phase)
         mbarrier.expect(k_bar, BYTES)
-        for box in gl.static_range(BOXES):
-            token = start + box * BOX
-            unit = gl.load(table + token // UNIT, mask=token < kv_len, other=-1)
-            for half in gl.static_range(HALVES):
-                tma.async_copy_global_to_shared(
-                    k_desc, [unit, token % UNIT, kv_head, half * COLUMNS], k_bar,
-                    k_pieces.index(slot * PIECES + half * BOXES + box),
-                )  # fmt: skip
+        _copy(k_desc, k_pieces, k_bar, slot * PIECES, table, start, kv_head, kv_len, HALVES, BOXES, UNIT)
         mbarrier.wait(v_free.index(slot), phase)
         mbarrier.expect(v_bar, BYTES)
-        for box in gl.static_range(BOXES):
-            token = start + box * BOX
-            unit = gl.load(table + token // UNIT, mask=token < kv_len, other=-1)
-            for half in gl.static_range(HALVES):
-                tma.async_copy_global_to_shared(
-                    v_desc, [unit, token % UNIT, kv_head, half * COLUMNS], v_bar,
-                    v_pieces.index(slot * PIECES + half * BOXES + box),
-                )  # fmt: skip
+        _copy(v_desc, v_pieces, v_bar, slot * PIECES, table, start, kv_head, kv_len, HALVES, BOXES, UNIT)
         slot += 1
         if slot == STAGES:
             slot = 0
@@ -181,7 +203,8 @@ def _steps(
         if MASKED:
             scores = _hide(scores, tile * BLOCK_N, position, kv_len)
         softened, peak, total, rescale = _soften(scores, peak, total, scale_log2, dtype)
-        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
+        # The softened are named so that they are computed before this wait, not after.
+        acc, weights, softened = warpgroup_mma_wait(0, deps=[acc, weights, softened])
         gl.thread_barrier()
         mbarrier.arrive(v_free.index(before), count=1)
         acc_rescale = gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))
