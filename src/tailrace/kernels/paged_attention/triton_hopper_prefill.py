@@ -80,6 +80,7 @@ def _copy(
         "mov.b32 $0, $1;", "=r,r", args=[gl.to_tensor(BOXES)], dtype=gl.int32, is_pure=True, pack=1
     )
     for group in range(0, end, TOGETHER):
+        gl.thread_barrier()  # one warp's, and nothing: no loop that holds one is unrolled
         for within in gl.static_range(TOGETHER):
             box = group + within
             token = start + box * BOX
@@ -177,7 +178,7 @@ def _steps(
 ):
     """Take tiles `low` to `high`: queue their scores and the last tile's values, then soften."""
     acc, weights, peak, total, slot, phase, before, v_phase = state
-    q_smem, k_pieces, v_pieces, bars, _, _ = common
+    q_smem, k_pieces, v_pieces, bars, tiles, _ = common
     _, k_full, k_free, v_full, v_free, turns = bars
     STAGES: gl.constexpr = k_full.shape[0]
     dtype: gl.constexpr = q_smem.dtype
@@ -186,7 +187,6 @@ def _steps(
     q = q_smem.index(side)
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     for tile in range(low, high):
-        mbarrier.wait(k_full.index(slot), phase)
         mbarrier.wait(v_full.index(before), v_phase)
         if TURNS:
             # Side 0 is first: a new barrier's last phase counts as done.
@@ -203,19 +203,22 @@ def _steps(
         if MASKED:
             scores = _hide(scores, tile * BLOCK_N, position, kv_len)
         softened, peak, total, rescale = _soften(scores, peak, total, scale_log2, dtype)
-        # The softened are named so that they are computed before this wait, not after.
-        acc, weights, softened = warpgroup_mma_wait(0, deps=[acc, weights, softened])
-        gl.thread_barrier()
-        mbarrier.arrive(v_free.index(before), count=1)
-        acc_rescale = gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))
-        acc = acc * acc_rescale[:, None]
-        weights = softened
+        last = before
         before = slot
         v_phase = phase
         slot += 1
         if slot == STAGES:
             slot = 0
             phase ^= 1
+        # The next keys are waited for here, and the softened named below, so that the assembler
+        # leaves the softmax before the values' product has ended.
+        mbarrier.wait(k_full.index(slot), phase, pred=tile + 1 < tiles)
+        acc, weights, softened = warpgroup_mma_wait(0, deps=[acc, weights, softened])
+        gl.thread_barrier()
+        mbarrier.arrive(v_free.index(last), count=1)
+        acc_rescale = gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))
+        acc = acc * acc_rescale[:, None]
+        weights = softened
     return acc, weights, peak, total, slot, phase, before, v_phase
 
 
@@ -283,7 +286,9 @@ def _consume(
     acc = gl.zeros([SIDE, HEAD_DIM], gl.float32, layout=out_sums)
     one = tiles * 0 + 1
     slot = one % STAGES
-    state = (acc, weights, peak, total, slot, (one // STAGES) & 1, one - 1, one - 1)
+    phase = (one // STAGES) & 1
+    mbarrier.wait(k_full.index(slot), phase, pred=tiles > 1)
+    state = (acc, weights, peak, total, slot, phase, one - 1, one - 1)
     state = _steps(
         state, common, 1, full, position, kv_len, scale_log2, side, False, BLOCK_N, TURNS
     )
