@@ -71,25 +71,29 @@ def _copy(
 ):
     """Begin to copy a tile, box after box; pieces of the first 64 dimensions lie first.
 
-    A few boxes are asked for at a time: one warp has registers for no more. So that the loop is
-    not unrolled, its end is not known when compiled.
+    A few boxes are asked for at a time: one warp has registers for no more. The grid is one
+    program deep, which compilers do not know, so they leave the loop as it is.
     """
     BOX: gl.constexpr = pieces.shape[2]
     TOGETHER: gl.constexpr = 4 if BOXES > 4 else BOXES
-    end = gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", args=[gl.to_tensor(BOXES)], dtype=gl.int32, is_pure=True, pack=1
-    )
-    for group in range(0, end, TOGETHER):
-        gl.thread_barrier()  # one warp's, and nothing: no loop that holds one is unrolled
+    for group in range(0, BOXES * gl.num_programs(2), TOGETHER):
+        token = start + group * BOX
+        units = (_unit(table, token, kv_len, UNIT),)
+        for within in gl.static_range(1, TOGETHER):
+            units = units + (_unit(table, token + within * BOX, kv_len, UNIT),)  # noqa: RUF005
         for within in gl.static_range(TOGETHER):
-            box = group + within
-            token = start + box * BOX
-            unit = gl.load(table + token // UNIT, mask=token < kv_len, other=-1)
+            inner = (token + within * BOX) % UNIT
             for half in gl.static_range(HALVES):
                 tma.async_copy_global_to_shared(
-                    desc, [unit, token % UNIT, kv_head, half * COLUMNS], bar,
-                    pieces.index(piece + half * BOXES + box),
+                    desc, [units[within], inner, kv_head, half * COLUMNS], bar,
+                    pieces.index(piece + half * BOXES + group + within),
                 )  # fmt: skip
+
+
+@gluon.jit
+def _unit(table, token, kv_len, UNIT: gl.constexpr):
+    """Return the unit that holds a token, -1 beyond the sequence's end."""
+    return gl.load(table + token // UNIT, mask=token < kv_len, other=-1)
 
 
 @gluon.jit
