@@ -121,10 +121,34 @@ def _produce(common, q_desc, k_desc, v_desc, table, row, head, kv_head, kv_len, 
         v_bar = v_full.index(slot)
         mbarrier.wait(k_free.index(slot), phase)
         mbarrier.expect(k_bar, BYTES)
-        _copy(k_desc, k_pieces, k_bar, slot * PIECES, table, start, kv_head, kv_len, HALVES, BOXES, UNIT)
+        _copy(
+            k_desc,
+            k_pieces,
+            k_bar,
+            slot * PIECES,
+            table,
+            start,
+            kv_head,
+            kv_len,
+            HALVES,
+            BOXES,
+            UNIT,
+        )
         mbarrier.wait(v_free.index(slot), phase)
         mbarrier.expect(v_bar, BYTES)
-        _copy(v_desc, v_pieces, v_bar, slot * PIECES, table, start, kv_head, kv_len, HALVES, BOXES, UNIT)
+        _copy(
+            v_desc,
+            v_pieces,
+            v_bar,
+            slot * PIECES,
+            table,
+            start,
+            kv_head,
+            kv_len,
+            HALVES,
+            BOXES,
+            UNIT,
+        )
         slot += 1
         if slot == STAGES:
             slot = 0

@@ -1,0 +1,260 @@
+"""Prefill's attention on a Hopper GPU: the Gluon kernel beside Triton's and FlashAttention 3.
+
+    python benchmarks/gpu_prefill.py [--out DIR] [--only-check]
+
+First every candidate is compared with attention in float64, each in a process of its own under a
+timeout, for a barrier that nobody reaches would otherwise hang the GPU: odd chunks over prefixes,
+units of 8, 16 and 256 tokens dealt at random, both halves, NaN in every slot without a token and in
+the results, rows beside them that must stay as they are; an error of more than twice Triton's is
+wrong, and so are other bits the second time. What is wrong is named and not timed. Then, in the
+shape of Qwen2.5-7B (28 query heads, 4 KV heads, 128 dimensions, bfloat16, units of 8), whole
+prompts and a chunk over a prefix: medians of CUDA events, a cold L2. FlashAttention 3 is what
+gpu_hook.py finds; it reads keys and values in one piece, not by units.
+Pairs of query and key make 4 x 128 operations a head; a causal prompt of n has n (n + 1) / 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from gpu_attention import time_ms
+
+from tailrace.kernels.attention_shapes import prefill_shape
+from tailrace.kernels.paged_attention.device_batch import cut_tiles
+from tailrace.kernels.paged_attention.triton_hopper_prefill import (
+    BLOCK_M,
+    CANDIDATES,
+    HopperShape,
+    hopper_prefill,
+)
+from tailrace.kernels.paged_attention.triton_prefill import prefill
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+HEADS = {64: (32, 8), 128: (28, 4)}
+"""Query and KV heads that a head dimension comes with."""
+CASES = {
+    "1 x 512": [(512, 512)],
+    "4 x 512": [(512, 512)] * 4,
+    "1 x 2048": [(2048, 2048)],
+    "4 x 2048": [(2048, 2048)] * 4,
+    "1 x 6144": [(6144, 6144)],
+    "4 x 6144": [(6144, 6144)] * 4,
+    "1024 over 3072": [(1024, 4096)],
+}
+"""Chunks of (rows, keys)."""
+ODD = [
+    (5, 5), (64, 64), (1, 300), (129, 400), (257, 257), (300, 1333), (128, 128), (127, 1024),
+    (2, 9), (200, 457), (65, 513),
+]  # fmt: skip
+CHECKS = ((8, "bfloat16"), (8, "float16"), (16, "bfloat16"), (256, "bfloat16"))
+"""Tokens of a unit and the half precision of the comparison."""
+CHECK_S = 45.0
+"""Most a check may take, compiling included."""
+
+
+@dataclass
+class Problem:
+    """Chunks over a cache, token-major, its units dealt at random."""
+
+    chunks: list[tuple[int, int]]
+    unit: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        heads, kv_heads = HEADS[self.head_dim]
+        lens = [keys for _, keys in self.chunks]
+        widths = [-(-keys // self.unit) for keys in lens]
+        order = torch.randperm(sum(widths) + 1, device="cuda", dtype=torch.int32)
+        # Entries beyond a sequence's are no units: whoever reads them reads out of bounds.
+        self.tables = torch.full((len(lens), max(widths)), 1 << 30, device="cuda").int()
+        for row, (width, stop) in enumerate(zip(widths, itertools.accumulate(widths), strict=True)):
+            self.tables[row, :width] = order[stop - width : stop]
+        shape = (len(order), self.unit, kv_heads, self.head_dim)
+        self.keys, self.values = (self._random(*shape) for _ in range(2))
+        self.rows = sum(rows for rows, _ in self.chunks)
+        self.whole_q = self._random(self.rows + 200, heads, self.head_dim)
+        self.whole_q[self.rows :] = torch.nan
+        self.whole_out = torch.full_like(self.whole_q, torch.nan)
+        starts = [0, *itertools.accumulate(rows for rows, _ in self.chunks)]
+        self.starts = torch.tensor(starts, dtype=torch.int32, device="cuda")
+        self.kv_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, dtype=self.dtype, device="cuda")
+
+    def poison(self) -> None:
+        """NaN wherever no token has been written."""
+        is_hole = torch.ones(self.keys.shape[:2], dtype=torch.bool, device="cuda")
+        for row, (_, keys) in enumerate(self.chunks):
+            at = torch.arange(keys, device="cuda")
+            is_hole[self.tables[row, at // self.unit].long(), at % self.unit] = False
+        for cache in (self.keys, self.values):
+            cache.masked_fill_(is_hole[..., None, None], torch.nan)
+
+    def tiles(self, block_m: int) -> Tensor:
+        rows, lens = self.starts.diff().cpu().numpy(), self.kv_lens.cpu().numpy()
+        return torch.from_numpy(cut_tiles(rows, lens, first_sequence=0, block_m=block_m)).cuda()
+
+    def call(self, shape: HopperShape | None) -> Callable[[], Tensor]:
+        """Return a call of the Gluon kernel, or without a shape of Triton's as served."""
+        usual = prefill_shape(self.head_dim, int(self.kv_lens.max()), (9, 0))
+        known = {
+            "tiles": self.tiles(BLOCK_M if shape else usual.block_m),
+            "query_starts": self.starts, "kv_lens": self.kv_lens, "block_tables": self.tables,
+            "scale": self.head_dim**-0.5, "shape": shape or usual,
+        }  # fmt: skip
+        kernel = hopper_prefill if shape else prefill
+        q, out = self.whole_q[: self.rows], self.whole_out[: self.rows]
+        k_cache, v_cache = self.keys.permute(0, 2, 3, 1), self.values.permute(0, 2, 1, 3)
+
+        def work() -> Tensor:
+            kernel(q, k_cache, v_cache, out, **known)
+            return out
+
+        return work
+
+    def truth(self) -> Tensor:
+        """Attention in float64 [rows, heads, dimensions]."""
+        heads, kv_heads = HEADS[self.head_dim]
+        found = []
+        for row, (rows, keys) in enumerate(self.chunks):
+            units = self.tables[row, : -(-keys // self.unit)].long()
+            k, v = (
+                cache[units].flatten(0, 1)[:keys].double().repeat_interleave(heads // kv_heads, 1)
+                for cache in (self.keys, self.values)
+            )
+            q = self.whole_q[int(self.starts[row]) : int(self.starts[row + 1])].double()
+            scores = torch.einsum("qhd,khd->hqk", q, k) * self.head_dim**-0.5
+            hidden = torch.ones(rows, keys, dtype=torch.bool, device="cuda").triu(keys - rows + 1)
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            found.append(torch.einsum("hqk,khd->qhd", weights, v))
+        return torch.cat(found)
+
+
+def wrong(shape: HopperShape, head_dim: int, unit: int, dtype: torch.dtype) -> str | None:
+    """Return what is wrong with a candidate, if anything."""
+    torch.manual_seed(0)
+    problem = Problem(ODD, unit, head_dim, dtype)
+    problem.poison()
+    truth = problem.truth()
+    errors = []
+    for kernel in (None, shape):
+        problem.whole_out.fill_(torch.nan)
+        found = problem.call(kernel)()
+        errors.append(float((found.double() - truth).norm() / truth.norm()))
+    if not errors[1] < 2 * errors[0]:
+        rows = (found.double() - truth).flatten(1).norm(dim=1) / truth.flatten(1).norm(dim=1)
+        worst = rows.nan_to_num(9.0).topk(5).indices.tolist()
+        return f"error {errors[1]:.2e}, Triton's {errors[0]:.2e}; the worst rows are {worst}"
+    if not bool(problem.whole_out[problem.rows :].isnan().all()):
+        return "wrote beyond the rows"
+    first = found.clone()
+    if not all(torch.equal(first, problem.call(shape)()) for _ in range(3)):
+        return "other bits when it ran again"
+    return None
+
+
+def check(head_dim: int, index: int, unit: int, half: str) -> str | None:
+    """Run `wrong` in a process of its own."""
+    command = [sys.executable, __file__, "--check", str(head_dim), str(index), str(unit), half]
+    try:
+        run = subprocess.run(
+            command, capture_output=True, text=True, timeout=CHECK_S, check=False
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"not done in {CHECK_S:.0f} s"
+    if run.returncode == 0:
+        return None
+    return (run.stdout + run.stderr)[-600:].strip() or f"ended with {run.returncode}"
+
+
+def check_all() -> set[tuple[int, int]]:
+    """Return the candidates (head dimension, index) that are right; print the others."""
+    jobs = [
+        (head_dim, index, unit, half)
+        for head_dim, shapes in CANDIDATES.items()
+        for index in range(len(shapes))
+        for unit, half in (CHECKS if index == 0 else CHECKS[:1])
+    ]
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda job: check(*job), jobs))
+    for job, answer in zip(jobs, answers, strict=True):
+        head_dim, index, *rest = job
+        print(head_dim, CANDIDATES[head_dim][index].words, *rest, answer or "right", flush=True)
+    failed = {job[:2] for job, answer in zip(jobs, answers, strict=True) if answer}
+    return {job[:2] for job in jobs} - failed
+
+
+def flash_call(problem: Problem, batch: int, flash: Callable[..., Tensor]) -> Callable[[], Tensor]:
+    """Return a call of FlashAttention on whole prompts of the same shape."""
+    heads, kv_heads = HEADS[problem.head_dim]
+    sizes = (batch, problem.rows // batch)
+    q = torch.randn(*sizes, heads, problem.head_dim, dtype=problem.dtype, device="cuda")
+    k, v = (
+        torch.randn(*sizes, kv_heads, problem.head_dim, dtype=problem.dtype, device="cuda")
+        for _ in range(2)
+    )
+    return lambda: flash(q, k, v, causal=True)
+
+
+def time_all(right: set[tuple[int, int]], head_dim: int = 128) -> list[dict]:
+    """Return a row of milliseconds for each case; print them as operations a second."""
+    from gpu_hook import flash_attention  # noqa: PLC0415 - needs transformers, a check does not
+
+    flash = flash_attention()
+    heads = HEADS[head_dim][0]
+    table = []
+    for name, chunks in CASES.items():
+        problem = Problem(chunks, 8, head_dim, torch.bfloat16)
+        times = {"Triton": time_ms(problem.call(None))}
+        for index, shape in enumerate(CANDIDATES[head_dim]):
+            if (head_dim, index) in right:
+                times[shape.words] = time_ms(problem.call(shape))
+        if flash and all(rows == keys for rows, keys in chunks):
+            times[flash[0]] = time_ms(flash_call(problem, len(chunks), flash[1]))
+        pairs = sum(rows * (keys - rows) + rows * (rows + 1) / 2 for rows, keys in chunks)
+        print(f"\n{name}")
+        for label, ms in times.items():
+            rate = 4 * head_dim * heads * pairs / ms / 1e9
+            print(f"  {label:<44} {ms:8.3f} ms {rate:5.0f} TFLOP/s", flush=True)
+        table.append({"case": name, "pairs": pairs, "ms": times})
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only-check", action="store_true")
+    parser.add_argument("--check", nargs=4, help="one candidate, in this process")
+    arguments = parser.parse_args()
+    if arguments.check:
+        head_dim, index, unit = map(int, arguments.check[:3])
+        shape = CANDIDATES[head_dim][index]
+        answer = wrong(shape, head_dim, unit, getattr(torch, arguments.check[3]))
+        raise SystemExit(answer)
+    right = check_all()
+    found: dict[str, object] = {"right": sorted(right)}
+    if not arguments.only_check:
+        found["times"] = time_all(right)
+    if arguments.out:
+        (arguments.out / "gpu_prefill.json").write_text(json.dumps(found))
+    if len(right) < sum(map(len, CANDIDATES.values())):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
