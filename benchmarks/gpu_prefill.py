@@ -213,7 +213,7 @@ def flash_call(problem: Problem, batch: int, flash: Callable[..., Tensor]) -> Ca
 
 def time_all(right: set[tuple[int, int]], head_dim: int = 128) -> list[dict]:
     """Return a row of milliseconds for each case; print them as operations a second."""
-    from gpu_hook import flash_attention  # noqa: PLC0415 - needs transformers, a check does not
+    from gpu_hook import flash_attention
 
     flash = flash_attention()
     heads = HEADS[head_dim][0]

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+NVDISASM = CUOBJDUMP.with_name("nvdisasm")
 HEADS = {64: (32, 8), 128: (28, 4), 256: (16, 8)}
 """Query and KV heads that a head dimension comes with."""
 
@@ -472,6 +473,25 @@ def dependence(compiled: Any) -> dict[str, int]:
     }
 
 
+def overlap(compiled: Any) -> list[int]:
+    """Exponentials between each wait for all but one product and the next wait.
+
+    Where the assembler serialises asynchronous products, it waits after each of them.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        run = subprocess.run(
+            [NVDISASM, "-c", file.name], capture_output=True, text=True, check=True
+        )
+    spans = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\d+)", run.stdout)
+    return [
+        span.count("MUFU.EX2")
+        for left, span in zip(spans[1::2], spans[2::2], strict=True)
+        if left == "0x1"
+    ]
+
+
 def main(kind: int) -> None:
     cases = [
         *attention_cases(kind, (16, WHOLE)),
@@ -489,6 +509,8 @@ def main(kind: int) -> None:
     for case in cases:
         compiled = build(case, kind)
         found = {"name": case.name, **usage(compiled), **dependence(compiled)}
+        if case.kernel is triton_hopper_prefill.hopper_prefill_kernel:
+            found["overlap"] = overlap(compiled)
         print(json.dumps(found), flush=True)  # noqa: T201
 
 

@@ -75,7 +75,7 @@ def _copy(
     program deep, which compilers do not know, so they leave the loop as it is.
     """
     BOX: gl.constexpr = pieces.shape[2]
-    TOGETHER: gl.constexpr = 4 if BOXES > 4 else BOXES
+    TOGETHER: gl.constexpr = min(BOXES, 4)
     for group in range(0, BOXES * gl.num_programs(2), TOGETHER):
         token = start + group * BOX
         units = (_unit(table, token, kv_len, UNIT),)
@@ -98,7 +98,7 @@ def _unit(table, token, kv_len, UNIT: gl.constexpr):
 
 @gluon.jit
 def _produce(common, q_desc, k_desc, v_desc, table, row, head, kv_head, kv_len, UNIT: gl.constexpr):
-    """Copy the queries, then keep both rings full, a tile of keys a slot."""
+    """Copy the queries, then keep both rings full: values a tile behind keys, as they are used."""
     q_smem, k_pieces, v_pieces, bars, tiles, _ = common
     q_bar, k_full, k_free, v_full, v_free, _ = bars
     BOX: gl.constexpr = k_pieces.shape[2]
@@ -115,40 +115,27 @@ def _produce(common, q_desc, k_desc, v_desc, table, row, head, kv_head, kv_len, 
         tma.async_copy_global_to_shared(q_desc, at, q_bar, q_smem.index(side))
     slot = 0
     phase = 1  # a new barrier's last phase counts as done: the first round finds every slot free
-    for tile in range(tiles):
-        start = tile * BLOCK_N
-        k_bar = k_full.index(slot)
-        v_bar = v_full.index(slot)
-        mbarrier.wait(k_free.index(slot), phase)
-        mbarrier.expect(k_bar, BYTES)
-        _copy(
-            k_desc,
-            k_pieces,
-            k_bar,
-            slot * PIECES,
-            table,
-            start,
-            kv_head,
-            kv_len,
-            HALVES,
-            BOXES,
-            UNIT,
-        )
-        mbarrier.wait(v_free.index(slot), phase)
-        mbarrier.expect(v_bar, BYTES)
-        _copy(
-            v_desc,
-            v_pieces,
-            v_bar,
-            slot * PIECES,
-            table,
-            start,
-            kv_head,
-            kv_len,
-            HALVES,
-            BOXES,
-            UNIT,
-        )
+    for tile in range(tiles + 1):
+        before = (slot + STAGES - 1) % STAGES
+        before_phase = phase
+        if slot == 0:
+            before_phase ^= 1
+        if tile < tiles:
+            bar = k_full.index(slot)
+            mbarrier.wait(k_free.index(slot), phase)
+            mbarrier.expect(bar, BYTES)
+            _copy(
+                k_desc, k_pieces, bar, slot * PIECES, table, tile * BLOCK_N, kv_head, kv_len,
+                HALVES, BOXES, UNIT,
+            )  # fmt: skip
+        if tile > 0:
+            bar = v_full.index(before)
+            mbarrier.wait(v_free.index(before), before_phase)
+            mbarrier.expect(bar, BYTES)
+            _copy(
+                v_desc, v_pieces, bar, before * PIECES, table, (tile - 1) * BLOCK_N, kv_head,
+                kv_len, HALVES, BOXES, UNIT,
+            )  # fmt: skip
         slot += 1
         if slot == STAGES:
             slot = 0
@@ -327,10 +314,9 @@ def _consume(
     acc, weights, peak, total, _, _, before, v_phase = state
     mbarrier.wait(v_full.index(before), v_phase)
     held = kv_len - (tiles - 1) * BLOCK_N
-    if held % UNIT != 0:
-        if held < BLOCK_N:
-            end = gl.minimum((held + UNIT - 1) // UNIT * UNIT, BLOCK_N)
-            _clear(v_pieces, before, held, end, HEAD_DIM // COLUMNS, STAGES)
+    if held < BLOCK_N:
+        end = gl.minimum((held + UNIT - 1) // UNIT * UNIT, BLOCK_N)
+        _clear(v_pieces, before, held, end, HEAD_DIM // COLUMNS, STAGES)
     acc = warpgroup_mma(weights, v_ring.index(before), acc, is_async=True)
     acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
     acc = acc / gl.convert_layout(total, gl.SliceLayout(1, out_sums))[:, None]
@@ -497,16 +483,19 @@ def serves(q_THD: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
         return f"{head_dim} dimensions a head: 64 or 128 are served"
     if q_THD.dtype not in {torch.bfloat16, torch.float16}:
         return f"queries in {q_THD.dtype}: bfloat16 and float16 are served"
-    if k_cache.dtype != q_THD.dtype or v_cache.dtype != q_THD.dtype:
+    if {k_cache.dtype, v_cache.dtype} != {q_THD.dtype}:
         return f"a cache in {k_cache.dtype} for queries in {q_THD.dtype}: they must be the same"
     if unit % _ATOM or unit & (unit - 1):
         return f"units of {unit} tokens: powers of two from {_ATOM} on are served"
-    for cache, dims in ((k_cache, k_cache.stride(2)), (v_cache, v_cache.stride(3))):
-        if dims != 1:
-            return "dimensions of a token that lie apart"
-        if any(stride % 8 for stride in cache.stride() if stride != 1) or cache.data_ptr() % 16:
-            return "tokens that do not begin at multiples of 16 bytes"
+    if not (_is_boxable(k_cache.transpose(2, 3)) and _is_boxable(v_cache)):
+        return "dimensions that lie apart, or tokens not at multiples of 16 bytes"
     return None
+
+
+def _is_boxable(cache: Tensor) -> bool:
+    """Whether TMA can copy boxes of [num_blocks, Hkv, block_size, D] in 16 bits."""
+    *strides, dims = cache.stride()
+    return dims == 1 and not any(x % 8 for x in strides) and cache.data_ptr() % 16 == 0
 
 
 def hopper_prefill(
