@@ -4,8 +4,9 @@
 needs it, and the tensor cores idle meanwhile. Gluon, the language below Triton's, leaves the order
 to us, and it is FlashAttention-3's (Shah et al., 2024):
 
-    producer    1 warp: copies queries once, then tiles of keys and of values into two rings in
-                shared memory (TMA), a box of a unit's tokens and 64 dimensions at a time
+    producers   1 warp copies queries once, then tiles of keys into a ring in shared memory (TMA),
+                1 warp values; each a box of a unit's tokens and 64 dimensions at a time: 32 boxes
+                of 8 tokens are a tile, more than one warp asks for in time
     side 0, 1   4 warps each, 64 query rows of one head
 
     side 0      [q k1][p0 v0] [softmax 1       ][q k2][p1 v1] [softmax 2      ]
@@ -16,7 +17,7 @@ values are multiplied. The sides take turns to queue, so one softens while the o
 
 A box of 8 tokens is one atom of the swizzle that products read, 8 rows of 128 bytes: boxes one
 after the other are a tile, wherever in the pool they come from. Beyond a sequence's last unit the
-producer asks for unit -1, which TMA fills with zeros; the rest of the last unit may hold NaN, and
+producers ask for unit -1, which TMA fills with zeros; the rest of the last unit may hold NaN, and
 0 x NaN is NaN, so each side writes zeros there before it multiplies values.
 """
 
@@ -97,49 +98,48 @@ def _unit(table, token, kv_len, UNIT: gl.constexpr):
 
 
 @gluon.jit
-def _produce(common, q_desc, k_desc, v_desc, table, row, head, kv_head, kv_len, UNIT: gl.constexpr):
-    """Copy the queries, then keep both rings full: values a tile behind keys, as they are used."""
-    q_smem, k_pieces, v_pieces, bars, tiles, _ = common
-    q_bar, k_full, k_free, v_full, v_free, _ = bars
-    BOX: gl.constexpr = k_pieces.shape[2]
-    STAGES: gl.constexpr = k_full.shape[0]
-    HEAD_DIM: gl.constexpr = q_smem.shape[2]
-    PIECES: gl.constexpr = k_pieces.shape[0] // STAGES
-    HALVES: gl.constexpr = HEAD_DIM // COLUMNS
+def _produce(desc, pieces, full, free, tiles, place, UNIT: gl.constexpr, HALVES: gl.constexpr):
+    """Keep a ring full, a tile of keys or values a slot."""
+    table, kv_head, kv_len = place
+    BOX: gl.constexpr = pieces.shape[2]
+    STAGES: gl.constexpr = full.shape[0]
+    PIECES: gl.constexpr = pieces.shape[0] // STAGES
     BOXES: gl.constexpr = PIECES // HALVES
-    BLOCK_N: gl.constexpr = BOXES * BOX
-    BYTES: gl.constexpr = PIECES * k_desc.block_type.nbytes
-    mbarrier.expect(q_bar, SIDES * q_desc.block_type.nbytes)
-    for side in gl.static_range(SIDES):
-        at = [row + side * SIDE, head * HEAD_DIM]
-        tma.async_copy_global_to_shared(q_desc, at, q_bar, q_smem.index(side))
     slot = 0
     phase = 1  # a new barrier's last phase counts as done: the first round finds every slot free
-    for tile in range(tiles + 1):
-        before = (slot + STAGES - 1) % STAGES
-        before_phase = phase
-        if slot == 0:
-            before_phase ^= 1
-        if tile < tiles:
-            bar = k_full.index(slot)
-            mbarrier.wait(k_free.index(slot), phase)
-            mbarrier.expect(bar, BYTES)
-            _copy(
-                k_desc, k_pieces, bar, slot * PIECES, table, tile * BLOCK_N, kv_head, kv_len,
-                HALVES, BOXES, UNIT,
-            )  # fmt: skip
-        if tile > 0:
-            bar = v_full.index(before)
-            mbarrier.wait(v_free.index(before), before_phase)
-            mbarrier.expect(bar, BYTES)
-            _copy(
-                v_desc, v_pieces, bar, before * PIECES, table, (tile - 1) * BLOCK_N, kv_head,
-                kv_len, HALVES, BOXES, UNIT,
-            )  # fmt: skip
+    for tile in range(tiles):
+        bar = full.index(slot)
+        mbarrier.wait(free.index(slot), phase)
+        mbarrier.expect(bar, PIECES * desc.block_type.nbytes)
+        _copy(
+            desc, pieces, bar, slot * PIECES, table, tile * (BOXES * BOX), kv_head, kv_len,
+            HALVES, BOXES, UNIT,
+        )  # fmt: skip
         slot += 1
         if slot == STAGES:
             slot = 0
             phase ^= 1
+
+
+@gluon.jit
+def _produce_keys(common, q_desc, k_desc, row, head, place, UNIT: gl.constexpr):
+    """Copy the queries, then keys."""
+    q_smem, k_pieces, _, bars, tiles, _ = common
+    q_bar, k_full, k_free, _, _, _ = bars
+    HEAD_DIM: gl.constexpr = q_smem.shape[2]
+    mbarrier.expect(q_bar, SIDES * q_desc.block_type.nbytes)
+    for side in gl.static_range(SIDES):
+        at = [row + side * SIDE, head * HEAD_DIM]
+        tma.async_copy_global_to_shared(q_desc, at, q_bar, q_smem.index(side))
+    _produce(k_desc, k_pieces, k_full, k_free, tiles, place, UNIT, HEAD_DIM // COLUMNS)
+
+
+@gluon.jit
+def _produce_values(common, v_desc, place, UNIT: gl.constexpr):
+    q_smem, _, v_pieces, bars, tiles, _ = common
+    _, _, _, v_full, v_free, _ = bars
+    HEAD_DIM: gl.constexpr = q_smem.shape[2]
+    _produce(v_desc, v_pieces, v_full, v_free, tiles, place, UNIT, HEAD_DIM // COLUMNS)
 
 
 @gluon.jit
@@ -385,6 +385,7 @@ def hopper_prefill_kernel(
         mbarrier.init(turns.index(side), count=1)
     bars = (q_bar, k_full, k_free, v_full, v_free, turns)
     common = (q_smem, k_pieces, v_pieces, bars, gl.cdiv(end, BLOCK_N), full)
+    place = (table, head // GROUP, kv_len)
     row = row_start + first
     rows_left = num_rows - first
     gl.warp_specialize(
@@ -403,13 +404,11 @@ def hopper_prefill_kernel(
                     NUM_HEADS, UNIT, BLOCK_N, TURNS,
                 ),
             ),
-            (
-                _produce,
-                (common, q_desc, k_desc, v_desc, table, row, head, head // GROUP, kv_len, UNIT),
-            ),
+            (_produce_keys, (common, q_desc, k_desc, row, head, place, UNIT)),
+            (_produce_values, (common, v_desc, place, UNIT)),
         ],
-        [4, 1],
-        [REGISTERS, 504 - 2 * REGISTERS],
+        [4, 1, 1],
+        [REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS],
     )  # fmt: skip
 
 
