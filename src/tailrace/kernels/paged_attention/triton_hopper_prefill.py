@@ -81,7 +81,8 @@ def _copy(
         token = start + group * BOX
         units = (_unit(table, token, kv_len, UNIT),)
         for within in gl.static_range(1, TOGETHER):
-            units = units + (_unit(table, token + within * BOX, kv_len, UNIT),)  # noqa: RUF005
+            unit = _unit(table, token + within * BOX, kv_len, UNIT)
+            units = units + (unit,)  # type: ignore[assignment]  # noqa: RUF005 - Triton's tuple
         for within in gl.static_range(TOGETHER):
             inner = (token + within * BOX) % UNIT
             for half in gl.static_range(HALVES):
