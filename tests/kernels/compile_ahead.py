@@ -388,7 +388,8 @@ def hopper_prefill_cases(kind: int) -> Iterator[Case]:
         }  # fmt: skip
         constants = {
             "NUM_HEADS": heads, "GROUP": heads // kv_heads, "UNIT": unit, "HEAD_DIM": head_dim,
-            "BLOCK_N": shape.block_n, "STAGES": shape.stages, "TURNS": shape.turns,
+            "BLOCK_N": shape.block_n, "STAGES": shape.stages,
+            "VALUE_STAGES": shape.value_stages, "TURNS": shape.turns,
             "REGISTERS": shape.registers,
         }  # fmt: skip
         yield Case(

@@ -193,24 +193,25 @@ def _steps(
     TURNS: gl.constexpr,
 ):
     """Take tiles `low` to `high`: queue their scores and the last tile's values, then soften."""
-    acc, weights, peak, total, slot, phase, before, v_phase = state
+    acc, weights, peak, total, slot, phase, v_slot, v_phase = state
     q_smem, k_pieces, v_pieces, bars, tiles, _ = common
     _, k_full, k_free, v_full, v_free, turns = bars
     STAGES: gl.constexpr = k_full.shape[0]
+    VALUE_STAGES: gl.constexpr = v_full.shape[0]
     dtype: gl.constexpr = q_smem.dtype
     k_ring = _as_tiles(k_pieces, BLOCK_N, q_smem.shape[2])
     v_ring = _as_tiles(v_pieces, BLOCK_N, q_smem.shape[2])
     q = q_smem.index(side)
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     for tile in range(low, high):
-        mbarrier.wait(v_full.index(before), v_phase)
+        mbarrier.wait(v_full.index(v_slot), v_phase)
         if TURNS:
             # Side 0 is first: a new barrier's last phase counts as done.
             mbarrier.wait(turns.index(side), (tile & 1) ^ side)
         empty = gl.zeros([SIDE, BLOCK_N], gl.float32, layout=sums)
         k = k_ring.index(slot).permute((1, 0))
         scores = warpgroup_mma(q, k, empty, use_acc=False, is_async=True)
-        acc = warpgroup_mma(weights, v_ring.index(before), acc, is_async=True)
+        acc = warpgroup_mma(weights, v_ring.index(v_slot), acc, is_async=True)
         if TURNS:
             mbarrier.arrive(turns.index(1 - side), count=1)
         scores = warpgroup_mma_wait(1, deps=[scores])
@@ -219,9 +220,6 @@ def _steps(
         if MASKED:
             scores = _hide(scores, tile * BLOCK_N, position, kv_len)
         softened, peak, total, rescale = _soften(scores, peak, total, scale_log2, dtype)
-        last = before
-        before = slot
-        v_phase = phase
         slot += 1
         if slot == STAGES:
             slot = 0
@@ -231,11 +229,15 @@ def _steps(
         mbarrier.wait(k_full.index(slot), phase, pred=tile + 1 < tiles)
         acc, weights, softened = warpgroup_mma_wait(0, deps=[acc, weights, softened])
         gl.thread_barrier()
-        mbarrier.arrive(v_free.index(last), count=1)
+        mbarrier.arrive(v_free.index(v_slot), count=1)
+        v_slot += 1
+        if v_slot == VALUE_STAGES:
+            v_slot = 0
+            v_phase ^= 1
         acc_rescale = gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))
         acc = acc * acc_rescale[:, None]
         weights = softened
-    return acc, weights, peak, total, slot, phase, before, v_phase
+    return acc, weights, peak, total, slot, phase, v_slot, v_phase
 
 
 @gluon.jit
@@ -312,13 +314,13 @@ def _consume(
         state, common, gl.maximum(full, 1), tiles, position, kv_len, scale_log2, side, True,
         BLOCK_N, TURNS,
     )  # fmt: skip
-    acc, weights, peak, total, _, _, before, v_phase = state
-    mbarrier.wait(v_full.index(before), v_phase)
+    acc, weights, peak, total, _, _, v_slot, v_phase = state
+    mbarrier.wait(v_full.index(v_slot), v_phase)
     held = kv_len - (tiles - 1) * BLOCK_N
     if held < BLOCK_N:
         end = gl.minimum((held + UNIT - 1) // UNIT * UNIT, BLOCK_N)
-        _clear(v_pieces, before, held, end, HEAD_DIM // COLUMNS, STAGES)
-    acc = warpgroup_mma(weights, v_ring.index(before), acc, is_async=True)
+        _clear(v_pieces, v_slot, held, end, HEAD_DIM // COLUMNS, v_full.shape[0])
+    acc = warpgroup_mma(weights, v_ring.index(v_slot), acc, is_async=True)
     acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
     acc = acc / gl.convert_layout(total, gl.SliceLayout(1, out_sums))[:, None]
     order: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
@@ -347,6 +349,7 @@ def hopper_prefill_kernel(
     HEAD_DIM: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
+    VALUE_STAGES: gl.constexpr,
     TURNS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
@@ -365,22 +368,24 @@ def hopper_prefill_kernel(
 
     dtype: gl.constexpr = q_desc.dtype
     BOX: gl.constexpr = k_desc.block_type.shape[1]
-    PIECES: gl.constexpr = STAGES * BLOCK_N // BOX * (HEAD_DIM // COLUMNS)
-    shape: gl.constexpr = [PIECES, 1, BOX, 1, COLUMNS]
+    A_TILE: gl.constexpr = BLOCK_N // BOX * (HEAD_DIM // COLUMNS)
+    k_shape: gl.constexpr = [STAGES * A_TILE, 1, BOX, 1, COLUMNS]
+    v_shape: gl.constexpr = [VALUE_STAGES * A_TILE, 1, BOX, 1, COLUMNS]
     q_smem = gl.allocate_shared_memory(dtype, [SIDES, SIDE, HEAD_DIM], q_desc.layout)
-    k_pieces = gl.allocate_shared_memory(dtype, shape, k_desc.layout)
-    v_pieces = gl.allocate_shared_memory(dtype, shape, v_desc.layout)
+    k_pieces = gl.allocate_shared_memory(dtype, k_shape, k_desc.layout)
+    v_pieces = gl.allocate_shared_memory(dtype, v_shape, v_desc.layout)
     q_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [VALUE_STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [VALUE_STAGES, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [SIDES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_bar, count=1)
     for slot in gl.static_range(STAGES):
         mbarrier.init(k_full.index(slot), count=1)
-        mbarrier.init(v_full.index(slot), count=1)
         mbarrier.init(k_free.index(slot), count=SIDES)
+    for slot in gl.static_range(VALUE_STAGES):
+        mbarrier.init(v_full.index(slot), count=1)
         mbarrier.init(v_free.index(slot), count=SIDES)
     for side in gl.static_range(SIDES):
         mbarrier.init(turns.index(side), count=1)
@@ -420,7 +425,9 @@ class HopperShape:
     block_n: int = 128
     """Keys of a tile."""
     stages: int = 2
-    """Tiles of keys in the ring, and as many of values."""
+    """Tiles of keys in their ring."""
+    value_stages: int = 2
+    """Tiles of values: theirs are free later than the keys'."""
     turns: bool = True
     """Whether the sides take turns to queue their products."""
     registers: int = 240
@@ -435,19 +442,21 @@ class HopperShape:
     def words(self) -> str:
         """Its name in a plan."""
         turns = "in turn" if self.turns else "freely"
-        return f"{BLOCK_M}x{self.block_n}, {self.stages} stages, {turns}, {self.registers}"
+        stages = f"{self.stages}+{self.value_stages} stages"
+        return f"{BLOCK_M}x{self.block_n}, {stages}, {turns}, {self.registers}"
 
 
-USUAL = {128: HopperShape(), 64: HopperShape(stages=4)}
+USUAL = {128: HopperShape(), 64: HopperShape(stages=4, value_stages=4)}
 """By head dimension."""
 CANDIDATES = {
     128: (
         USUAL[128],
-        HopperShape(turns=False),
+        HopperShape(value_stages=3),
+        HopperShape(value_stages=3, turns=False),
         HopperShape(registers=232),
-        HopperShape(block_n=64, stages=4),
+        HopperShape(block_n=64, stages=4, value_stages=4),
     ),
-    64: (USUAL[64], HopperShape(stages=4, turns=False)),
+    64: (USUAL[64], HopperShape(stages=4, value_stages=4, turns=False)),
 }
 """What benchmarks/gpu_prefill.py tries; compiled ahead, none is timed yet."""
 REGISTERS = 168
@@ -554,6 +563,7 @@ def hopper_prefill(
         HEAD_DIM=head_dim,
         BLOCK_N=shape.block_n,
         STAGES=shape.stages,
+        VALUE_STAGES=shape.value_stages,
         TURNS=shape.turns,
         REGISTERS=shape.registers,
         num_warps=4,
