@@ -242,7 +242,10 @@ def _steps(
 
 @gluon.jit
 def _clear(pieces, slot, low, high, HALVES: gl.constexpr, STAGES: gl.constexpr):
-    """Write zeros to a tile's rows from `low` on, up to `high`, the end of an atom."""
+    """Write zeros to a tile's rows from `low` on, up to `high`, the end of an atom.
+
+    Both sides do so, perhaps at once, even while the other multiplies: they write the same bytes.
+    """
     BOX: gl.constexpr = pieces.shape[2]
     ATOMS: gl.constexpr = pieces.shape[0] * BOX // ATOM
     A_TILE: gl.constexpr = ATOMS // STAGES
