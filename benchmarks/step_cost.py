@@ -57,6 +57,7 @@ def make_kernels() -> SimpleNamespace:
 
     return SimpleNamespace(
         device=torch.device("cpu"),
+        capability=(9, 0),
         reserve=lambda **_: None,
         prefill_shape=lambda *_: Shape(64, 64, 4, 2),
     )
