@@ -9,7 +9,6 @@ measured again. No torch here.
 from __future__ import annotations
 
 import hashlib
-import os
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -17,6 +16,7 @@ import msgspec
 from tailrace import __version__
 from tailrace.config import cache_dir
 from tailrace.errors import ConfigError
+from tailrace.kept_file import KeptFile
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,6 +64,15 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checkpoint: Words
     findings: Annotated[tuple[Finding, ...], msgspec.Meta(max_length=_MOST_FINDINGS)]
     format: int = FORMAT
+
+
+_FILES = KeptFile(
+    "accuracy record",
+    Record,
+    MOST_BYTES,
+    FORMAT,
+    "remove it, and run `tailrace check-accuracy` again",
+)
 
 
 def fingerprint(folder: Path) -> str:
@@ -118,39 +127,16 @@ def remember(folder: Path, finding: Finding) -> Path:
     known = _read(file, checkpoint).findings if file.exists() else ()
     merged = {(f.prefill_weights, f.dtype): f for f in (*known, finding)}
     record = Record(checkpoint, tuple(merged.values()))
-    content = msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n"
     try:
-        msgspec.json.decode(content, type=Record)
+        msgspec.json.decode(msgspec.json.encode(record), type=Record)
     except msgspec.ValidationError as error:
         raise ConfigError(f"accuracy record {file}: {error}; nothing was written") from error
-    part = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(content)
-        part.replace(file)
-    except OSError as error:
-        raise ConfigError(f"accuracy record {file}: {error.strerror}") from error
+    _FILES.write(record, file)
     return file
 
 
 def _read(file: Path, checkpoint: str) -> Record:
-    again = "remove it, and run `tailrace check-accuracy` again"
-    try:
-        with file.open("rb") as opened:
-            content = opened.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"accuracy record {file}: {error.strerror}") from error
-    if len(content) > MOST_BYTES:
-        raise ConfigError(f"accuracy record {file}: larger than {MOST_BYTES} bytes; {again}")
-    try:
-        record = msgspec.json.decode(content, type=Record)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"accuracy record {file}: {error}; {again}") from error
-    if record.format != FORMAT:
-        raise ConfigError(
-            f"accuracy record {file}: format {record.format}, and this version reads {FORMAT}; "
-            f"{again}"
-        )
+    record = _FILES.read(file)
     if record.checkpoint != checkpoint:
-        raise ConfigError(f"accuracy record {file}: is another checkpoint's; {again}")
+        raise ConfigError(f"accuracy record {file}: is another checkpoint's; {_FILES.remedy}")
     return record

@@ -12,13 +12,13 @@ plan is never written to again. No torch here: `tailrace plan show` answers at o
 from __future__ import annotations
 
 import hashlib
-import os
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
 from tailrace.config import cache_dir
 from tailrace.errors import ConfigError
+from tailrace.kept_file import KeptFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -97,6 +97,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return lines
 
 
+_FILES = KeptFile("plan", Plan, MOST_BYTES, FORMAT, "`tailrace plan measure` makes one")
+
+
 def choose(
     operation: str,
     sizes: str,
@@ -137,20 +140,7 @@ def read(file: Path) -> Plan:
     Raises:
         ConfigError: The file cannot be read, is no plan, or is of another format.
     """
-    try:
-        with file.open("rb") as opened:
-            content = opened.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"plan {file}: {error.strerror}") from error
-    if len(content) > MOST_BYTES:
-        raise ConfigError(f"plan {file}: larger than {MOST_BYTES} bytes, so it is no plan")
-    try:
-        plan = msgspec.json.decode(content, type=Plan)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"plan {file}: {error}; `tailrace plan measure` makes one") from error
-    if plan.format != FORMAT:
-        raise ConfigError(f"plan {file}: format {plan.format}, and this version reads {FORMAT}")
-    return plan
+    return _FILES.read(file)
 
 
 def require(plan: Plan, key: Key, file: Path) -> None:
@@ -176,13 +166,7 @@ def write(plan: Plan, file: Path) -> None:
     """
     if file.exists() and read(file).pinned:
         raise ConfigError(f"plan {file}: is pinned; remove it, or name another file")
-    part = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n")
-        part.replace(file)
-    except OSError as error:
-        raise ConfigError(f"plan {file}: {error.strerror}") from error
+    _FILES.write(plan, file)
 
 
 def pin(source: Path, target: Path) -> Plan:

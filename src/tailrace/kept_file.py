@@ -1,0 +1,80 @@
+"""Small JSON files that are kept between runs: read within bounds, written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+import msgspec
+
+from tailrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Versioned(Protocol):
+    """What such a file holds; its struct bounds every field."""
+
+    @property
+    def format(self) -> int:
+        """Which version of the struct it is."""
+        ...
+
+
+Content = TypeVar("Content", bound=Versioned)
+
+
+@dataclass(frozen=True)
+class KeptFile(Generic[Content]):
+    """One kind of file."""
+
+    what: str
+    """In messages, before the file's name."""
+    kind: type[Content]
+    """A msgspec struct."""
+    most_bytes: int
+    format: int
+    remedy: str
+    """What to do about a file that cannot be read."""
+
+    def read(self, file: Path) -> Content:
+        """Return a file's content.
+
+        Raises:
+            ConfigError: It cannot be read, is none, or is of another format.
+        """
+        try:
+            with file.open("rb") as opened:
+                content = opened.read(self.most_bytes + 1)
+        except OSError as error:
+            raise ConfigError(f"{self.what} {file}: {error.strerror}") from error
+        if len(content) > self.most_bytes:
+            raise ConfigError(
+                f"{self.what} {file}: larger than {self.most_bytes} bytes; {self.remedy}"
+            )
+        try:
+            found = msgspec.json.decode(content, type=self.kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ConfigError(f"{self.what} {file}: {error}; {self.remedy}") from error
+        if found.format != self.format:
+            raise ConfigError(
+                f"{self.what} {file}: format {found.format}, and this version reads "
+                f"{self.format}; {self.remedy}"
+            )
+        return found
+
+    def write(self, content: Content, file: Path) -> None:
+        """Write a file, whole or not at all.
+
+        Raises:
+            ConfigError: It cannot be written.
+        """
+        part = file.with_name(f".{file.name}.{os.getpid()}")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+            part.replace(file)
+        except OSError as error:
+            raise ConfigError(f"{self.what} {file}: {error.strerror}") from error
