@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -29,7 +28,7 @@ from tailrace.kernels.linear.triton_skinny import SkinnyLinear, SkinnyScratch
 from tailrace.kernels.plan import Plan, pin, read, usual_file, write
 from tailrace.kernels.plan_questions import over
 from tailrace.kernels.triton_kernels import TritonKernels
-from tests.support.interpreter import exact_float8
+from tests.support.interpreter import exact_float8, quietly
 
 PREFILLS = len(prefill_candidates(16, INTERPRETER))
 DECODES = len(decode_candidates(16, INTERPRETER))
@@ -46,9 +45,7 @@ HELD = []
 def _quiet(monkeypatch, tmp_path):
     monkeypatch.setenv("TAILRACE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("tailrace.kernels.plan_questions._DECODES", 2)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0")
-        warnings.filterwarnings("ignore", category=RuntimeWarning)
+    with quietly():
         yield
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
@@ -33,6 +32,7 @@ from tailrace.kernels.torch_kernels import TorchKernels
 from tailrace.kernels.triton_kernels import TritonKernels
 from tailrace.models.loader import load_model
 from tailrace.types import EngineRequest, GrowPrompt, SamplingParams
+from tests.support.interpreter import quietly
 from tests.support.tiny import make_tiny_checkpoint
 
 SLOTS, BLOCK, BLOCKS, BUDGET, CONTEXT = 4, 16, 64, 24, 128
@@ -42,9 +42,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _quiet_interpreter():
     """Triton's interpreter is NumPy, which warns of what a GPU does silently: 0 / 0 in padding."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0")
-        warnings.filterwarnings("ignore", category=RuntimeWarning)
+    with quietly():
         yield
 
 
@@ -78,10 +76,9 @@ def cpu_runner(folder):
     return Runner(model, sampler, num_blocks=BLOCKS, block_size=BLOCK, num_slots=SLOTS)
 
 
-def gpu_runner(folder, kind):
-    kernels = TritonKernels(CPU, "float32")
-    model = load_model(folder, dtype="float32", kernels=kernels)
-    runner = kind(
+def make_runner(model, kernels, kind=CudaRunner, *, kv_dtype=torch.float32, **more):
+    """Return a runner of these tests' sizes, over a model that is loaded."""
+    return kind(
         model,
         DeviceSampler(SLOTS, 259, [258], 0, device=CPU),
         kernels,
@@ -90,8 +87,15 @@ def gpu_runner(folder, kind):
         num_slots=SLOTS,
         context_length=CONTEXT,
         token_budget=BUDGET,
-        kv_dtype=torch.float32,
+        kv_dtype=kv_dtype,
+        **more,
     )
+
+
+def gpu_runner(folder, kind):
+    kernels = TritonKernels(CPU, "float32")
+    model = load_model(folder, dtype="float32", kernels=kernels)
+    runner = make_runner(model, kernels, kind)
     for k, v in runner.kv_caches:
         k.fill_(float("nan"))
         v.fill_(float("nan"))

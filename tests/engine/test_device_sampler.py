@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,6 +11,7 @@ from tailrace.engine.sampler import Sampler
 from tailrace.errors import EngineError
 from tailrace.kernels.sampling.rows import NOT_FINITE, NOTHING_LEFT
 from tailrace.types import SamplingParams
+from tests.support.interpreter import quietly
 
 VOCAB, EOS = 300, 299
 
@@ -42,9 +41,7 @@ PARAMS = (
 @pytest.fixture(autouse=True)
 def _quiet_interpreter():
     """Triton's interpreter is NumPy, which warns of what a GPU does silently."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0")
-        warnings.filterwarnings("ignore", category=RuntimeWarning)
+    with quietly():
         yield
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -26,6 +25,7 @@ from tailrace.kernels.torch_kernels import TorchKernels
 from tailrace.models.loader import load_model
 from tailrace.text.grammar import GrammarCompiler
 from tailrace.types import EngineRequest, ReserveKv, SamplingParams, StepCosts, TokenOutput
+from tests.support.interpreter import quietly
 from tests.support.tiny import EOS_ID, VOCAB_SIZE, make_tiny_checkpoint
 
 SLOTS, UNIT, UNITS, CONTEXT = 4, 8, 64, 192
@@ -46,9 +46,7 @@ JSON = LLMatcher.grammar_from_json_schema(SCHEMA, overrides={"whitespace_flexibl
 @pytest.fixture(autouse=True)
 def _quiet_interpreter():
     """Triton's interpreter is NumPy, which warns of what a GPU does silently."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0")
-        warnings.filterwarnings("ignore", category=RuntimeWarning)
+    with quietly():
         yield
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,7 +9,6 @@ from safetensors.torch import load_file, save_file
 from tailrace.config import EngineConfig
 from tailrace.engine.cuda_runner import CudaRunner, kv_bytes_per_token
 from tailrace.engine.cuda_setup import kv_dtype_of
-from tailrace.engine.device_sampler import DeviceSampler
 from tailrace.engine.kv_calibration import CALIBRATION_TEXT, HEADROOM, calibrate, find_scales
 from tailrace.engine.runner import Runner
 from tailrace.engine.sampler import Sampler
@@ -24,25 +21,22 @@ from tailrace.models.loader import load_model
 from tests.engine.test_cuda_runner import (
     BLOCK,
     BLOCKS,
-    BUDGET,
-    CONTEXT,
     CPU,
     SLOTS,
     Framed,
     generate,
     make_requests,
+    make_runner,
 )
 from tests.models.paged import PagedRun
-from tests.support.interpreter import exact_float8
+from tests.support.interpreter import exact_float8, quietly
 from tests.support.tiny import make_tiny_checkpoint
 
 
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch):
     exact_float8(monkeypatch)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0")
-        warnings.filterwarnings("ignore", category=RuntimeWarning)
+    with quietly():
         yield
 
 
@@ -134,18 +128,7 @@ def reference_runner(folder, scales):
 
 
 def float8_runner(model, kernels, scales, kind=CudaRunner):
-    runner = kind(
-        model,
-        DeviceSampler(SLOTS, 259, [258], 0, device=CPU),
-        kernels,
-        num_blocks=BLOCKS,
-        block_size=BLOCK,
-        num_slots=SLOTS,
-        context_length=CONTEXT,
-        token_budget=BUDGET,
-        kv_dtype=FLOAT8,
-        kv_scales=scales,
-    )
+    runner = make_runner(model, kernels, kind, kv_dtype=FLOAT8, kv_scales=scales)
     for pair in runner.kv_caches:
         for cache in pair:
             cache.view(torch.uint8).fill_(0x7F)  # NaN

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 from weakref import ref
@@ -20,7 +19,6 @@ from tailrace.engine import cuda_setup, prefill_weights
 from tailrace.engine.accuracy_record import Finding, file_of, fingerprint
 from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.cuda_runner import CudaRunner, _leading_decodes, kv_bytes_per_token
-from tailrace.engine.device_sampler import DeviceSampler
 from tailrace.engine.prefill_weights import Choice, Prefill, choose, copy_bytes, make, with_copy
 from tailrace.engine.step_probes import Probe, ProbeRun
 from tailrace.errors import ConfigError
@@ -30,17 +28,14 @@ from tailrace.kernels.linear.prefill_format import FORMATS
 from tailrace.kernels.triton_kernels import TritonKernels, UnpackedTritonKernels
 from tailrace.models.loader import load_model
 from tests.engine.test_cuda_runner import (
-    BLOCK,
-    BLOCKS,
     BUDGET,
-    CONTEXT,
     CPU,
-    SLOTS,
     Framed,
     generate,
     make_requests,
+    make_runner,
 )
-from tests.support.interpreter import exact_float8
+from tests.support.interpreter import exact_float8, quietly
 from tests.support.tiny import make_tiny_checkpoint
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
@@ -51,9 +46,7 @@ GIB = 2**30
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch):
     exact_float8(monkeypatch)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0")
-        warnings.filterwarnings("ignore", category=RuntimeWarning)
+    with quietly():
         yield
 
 
@@ -268,18 +261,7 @@ def test_a_copy_that_finds_no_memory_on_the_way_is_given_up(folders, monkeypatch
 
 
 def runner_of(model, kernels, name, kind=Framed):
-    return kind(
-        model,
-        DeviceSampler(SLOTS, 259, [258], 0, device=CPU),
-        kernels,
-        num_blocks=BLOCKS,
-        block_size=BLOCK,
-        num_slots=SLOTS,
-        context_length=CONTEXT,
-        token_budget=BUDGET,
-        kv_dtype=torch.float32,
-        prefill_weights=name,
-    )
+    return make_runner(model, kernels, kind, prefill_weights=name)
 
 
 def test_in_float32_an_exact_copy_gives_the_tokens_of_the_weights_it_stands_for(folders):

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import json
-import warnings
 from dataclasses import replace
 
 import pytest
-import torch
 
 from tailrace.config import EngineConfig
-from tailrace.engine.cuda_runner import CudaRunner
 from tailrace.engine.cuda_setup import check_fp8_activations
-from tailrace.engine.device_sampler import DeviceSampler
 from tailrace.errors import ConfigError
 from tailrace.kernels.triton_kernels import TritonKernels, UnpackedTritonKernels
 from tailrace.models.loader import load_model
 from tests.engine.test_cuda_runner import (
-    BLOCK,
-    BLOCKS,
-    BUDGET,
-    CONTEXT,
     CPU,
-    SLOTS,
     generate,
     make_requests,
+    make_runner,
 )
-from tests.support.interpreter import exact_float8
+from tests.support.interpreter import exact_float8, quietly
 from tests.support.tiny import make_tiny_checkpoint
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
@@ -44,29 +36,13 @@ NAMES = {
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch):
     exact_float8(monkeypatch)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0")
-        warnings.filterwarnings("ignore", category=RuntimeWarning)
+    with quietly():
         yield
 
 
 def loaded(folder, kernels):
     """Return a model of seeded weights, rounded to the format that config.json names."""
     return load_model(folder, dtype="float32", kernels=kernels, load_format="dummy", seed=3)
-
-
-def runner_of(model, kernels):
-    return CudaRunner(
-        model,
-        DeviceSampler(SLOTS, 259, [258], 0, device=CPU),
-        kernels,
-        num_blocks=BLOCKS,
-        block_size=BLOCK,
-        num_slots=SLOTS,
-        context_length=CONTEXT,
-        token_budget=BUDGET,
-        kv_dtype=torch.float32,
-    )
 
 
 def folder_of(path, name):
@@ -88,7 +64,7 @@ def test_quantised_layers_give_the_tokens_of_the_weights_they_stand_for(name, tm
         model = loaded(folder, kernels)
         held = NAMES[name] if type(kernels) is TritonKernels else "cuBLAS float32"
         assert model.linear_names[held] >= 4
-        found.append(generate(runner_of(model, kernels), make_requests(temperature=0.0)[1:4]))
+        found.append(generate(make_runner(model, kernels), make_requests(temperature=0.0)[1:4]))
     assert found[0] == found[1]
 
 
@@ -97,10 +73,10 @@ def test_with_all_rows_rounded_tokens_are_the_same_alone_and_in_company(tmp_path
     model = loaded(folder_of(tmp_path, "fp8 blocks"), kernels)
     check_fp8_activations(ROUNDS_ALL, model)
     requests = make_requests(temperature=0.0)[1:4]
-    together = generate(runner_of(model, kernels), requests)
+    together = generate(make_runner(model, kernels), requests)
     alone = {}
     for request in requests:
-        alone |= generate(runner_of(model, kernels), [request])
+        alone |= generate(make_runner(model, kernels), [request])
     assert together == alone
     assert len({tuple(tokens) for tokens in together.values()}) > 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +23,7 @@ from transformers import (
 from tailrace.errors import ConfigError
 from tailrace.integrations import transformers as hook
 from tailrace.integrations.transformers import Reason
+from tests.support.interpreter import quietly
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -60,9 +60,7 @@ def _hook(monkeypatch):
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     hook.register()
     hook.reset()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0")
-        warnings.filterwarnings("ignore", category=RuntimeWarning)
+    with quietly():
         yield
 
 

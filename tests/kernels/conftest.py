@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from tailrace.kernels.native import library
 from tailrace.kernels.native_kernels import NativeKernels
 from tailrace.kernels.torch_kernels import TorchKernels
 from tests.kernels.on_triton import OnTriton
-from tests.support.interpreter import exact_float8
+from tests.support.interpreter import exact_float8, quietly
 
 
 @pytest.fixture(autouse=True)
@@ -86,10 +85,7 @@ def interpreter(monkeypatch):
     exact_float8(monkeypatch)
     if np.lib.NumpyVersion(np.__version__) >= "2.4.0":
         pytest.fail("numpy 2.4 breaks Triton 3.6's interpreter; pip install 'numpy<2.4'")
-    with warnings.catch_warnings():
-        # Of the interpreter's own loops, and of NaN and infinity, which pass on a GPU in silence.
-        warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0")
-        warnings.filterwarnings("ignore", category=RuntimeWarning)
+    with quietly():
         yield
 
 

@@ -7,6 +7,20 @@ make 384 of NaN. torch's are right: to the nearest, ties to even, NaN stays.
 from __future__ import annotations
 
 import inspect
+import warnings
+from contextlib import contextmanager
+
+
+@contextmanager
+def quietly():
+    """Silence what NumPy, which the interpreter is, warns of and a GPU passes without a word.
+
+    That is its own loops over programs, and NaN and infinity in padding.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0")
+        warnings.filterwarnings("ignore", category=RuntimeWarning)
+        yield
 
 
 def exact_float8(monkeypatch):
