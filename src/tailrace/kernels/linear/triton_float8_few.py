@@ -35,6 +35,7 @@ from tailrace.kernels.dependent_launch import (
     wait_for_last,
 )
 from tailrace.kernels.linear.float8 import BLOCK
+from tailrace.kernels.linear.triton_split_sum import added_parts, arrives_last
 from tailrace.kernels.linear.ways import Ways
 
 if TYPE_CHECKING:
@@ -124,16 +125,10 @@ def float8_few_kernel(
     places = rows[None, :] * N + outputs[:, None]
     is_place = is_output[:, None] & is_row[None, :]
     if IS_SPLIT:
-        mine = part_ptr + split * num_rows * N
-        tl.store(mine + places, acc, mask=is_place)
-        tl.debug_barrier()  # all of this program's stores, before its arrival
-        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") != splits - 1:
+        size = num_rows * N
+        if not arrives_last(acc, part_ptr, arrivals, tile, split, splits, size, places, is_place):
             return
-        tl.store(arrivals + tile, 0)  # for the next launch
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        for index in range(splits):
-            other = part_ptr + index * num_rows * N
-            acc += tl.load(other + places, mask=is_place, other=0.0, cache_modifier=".cg")
+        acc = added_parts(part_ptr, arrivals, tile, splits, size, places, is_place)
     if not BY_BLOCKS:
         acc *= tl.load(w_scale_ptr + outputs, mask=is_output, other=0.0)[:, None]
         acc *= tl.load(x_scale_ptr + rows, mask=is_row, other=0.0)[None, :]

@@ -30,6 +30,7 @@ from tailrace.kernels.dependent_launch import (
     prefetch,
     wait_for_last,
 )
+from tailrace.kernels.linear.triton_split_sum import added_parts, arrives_last
 from tailrace.kernels.linear.ways import MANY, Ways
 
 if TYPE_CHECKING:
@@ -178,16 +179,10 @@ def int4_kernel(
     places = rows[None, :] * N + outputs[:, None]
     is_place = (outputs < N)[:, None] & is_row
     if IS_SPLIT:
-        mine = part_ptr + split * num_rows * N
-        tl.store(mine + places, acc, mask=is_place)
-        tl.debug_barrier()  # all of this program's stores, before its arrival
-        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") != splits - 1:
+        size = num_rows * N
+        if not arrives_last(acc, part_ptr, arrivals, tile, split, splits, size, places, is_place):
             return
-        tl.store(arrivals + tile, 0)  # for the next launch
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        for index in range(splits):
-            other = part_ptr + index * num_rows * N
-            acc += tl.load(other + places, mask=is_place, other=0.0, cache_modifier=".cg")
+        acc = added_parts(part_ptr, arrivals, tile, splits, size, places, is_place)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + outputs, mask=outputs < N, other=0.0).to(tl.float32)
         acc += bias[:, None]

@@ -27,6 +27,7 @@ from tailrace.kernels.dependent_launch import (
     prefetch,
     wait_for_last,
 )
+from tailrace.kernels.linear.triton_split_sum import added_parts, arrives_last
 from tailrace.kernels.linear.ways import Ways
 from tailrace.kernels.linear.workspace import SplitScratch
 
@@ -131,16 +132,10 @@ def skinny_kernel(
     places = rows[None, :] * N + outputs[:, None]
     is_place = is_output[:, None] & is_row[None, :]
     if SPLITS > 1:
-        part = part_ptr + split * num_rows * N
-        tl.store(part + places, acc, mask=is_place)
-        tl.debug_barrier()  # all of this program's stores, before its arrival
-        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") != SPLITS - 1:
+        size = num_rows * N
+        if not arrives_last(acc, part_ptr, arrivals, tile, split, SPLITS, size, places, is_place):
             return
-        tl.store(arrivals + tile, 0)  # for the next launch
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        for index in range(SPLITS):
-            other = part_ptr + index * num_rows * N
-            acc += tl.load(other + places, mask=is_place, other=0.0, cache_modifier=".cg")
+        acc = added_parts(part_ptr, arrivals, tile, SPLITS, size, places, is_place)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + outputs, mask=is_output, other=0.0).to(tl.float32)[:, None]
     tl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=is_place)
