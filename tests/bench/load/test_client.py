@@ -274,3 +274,23 @@ def test_other_threads_get_little_time_while_it_runs_and_their_usual_time_after(
     run(lambda _: during_s.append(sys.getswitchinterval()) or Behaviour(), shots([0.0]))
     assert during_s[0] < usual_s / 5
     assert sys.getswitchinterval() == usual_s
+
+
+def test_loads_that_overlap_leave_other_threads_their_usual_time():
+    usual_s, during_s = sys.getswitchinterval(), []
+
+    async def go():
+        async with MockServer(script=lambda _: Behaviour(ttft_s=0.2)) as server:
+            endpoint = await resolve(server.url)
+            first, second = (Load(endpoint, shots([at_s]), timeout_s=20) for at_s in (0.0, 0.3))
+            running = asyncio.create_task(first.run(asyncio.Event()))
+            await asyncio.sleep(0.1)
+            later = asyncio.create_task(second.run(asyncio.Event()))
+            await running
+            during_s.append(sys.getswitchinterval())
+            assert not later.done()
+            await later
+
+    asyncio.run(go())
+    assert during_s[0] < usual_s / 5
+    assert sys.getswitchinterval() == usual_s

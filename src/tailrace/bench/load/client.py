@@ -20,8 +20,8 @@ import gc
 import math
 import resource
 import sys
+import threading
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from tailrace.bench.wire import Endpoint, Exchange, Inbox, WireError, open_excha
 from tailrace.clock import Clock, monotonic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from tailrace.bench.records import Record
 
@@ -119,7 +119,7 @@ class Load:
             A record of each request that was dispatched, in order of index.
         """
         _raise_file_limit()
-        with _undisturbed():
+        with _quiet:
             cpu_before_s = time.process_time()
             heart = asyncio.create_task(self.heartbeat.beat(self._clock))
             stopped = asyncio.create_task(stop.wait())
@@ -247,19 +247,39 @@ async def _cancel(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Keep garbage collection and other threads away from what is measured."""
-    # Garbage made while preparing is swept now, not inside a measured chunk.
-    gc.collect()
-    gc.freeze()
-    switch_s = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_S)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(switch_s)
-        gc.unfreeze()
+class _Quiet:
+    """Keeps garbage collection and other threads away from what is measured.
+
+    Both settings are the process's: the first of several loads that overlap sets them, and the
+    last one out puts back what the first found. (Were each to put back what it found itself, two
+    that do not end in turn would leave the process with a load's settings.)
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held = 0
+        self._usual_switch_s = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._held += 1
+            if self._held > 1:
+                return
+            # Garbage made while preparing is swept now, not inside a measured chunk.
+            gc.collect()
+            gc.freeze()
+            self._usual_switch_s = sys.getswitchinterval()
+            sys.setswitchinterval(SWITCH_S)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._held -= 1
+            if self._held == 0:
+                sys.setswitchinterval(self._usual_switch_s)
+                gc.unfreeze()
+
+
+_quiet = _Quiet()
 
 
 def _raise_file_limit() -> None:
