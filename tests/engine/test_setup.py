@@ -10,6 +10,7 @@ from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.host_kv import HostKv
 from tailrace.engine.start_times import StartTimes
 from tailrace.errors import ConfigError
+from tailrace.telemetry.host_memory import Room
 from tailrace.types import StepCosts
 from tests.support.tiny import make_tiny_checkpoint
 
@@ -70,16 +71,26 @@ class Keeper:
 
 def test_host_memory_is_taken_in_whole_units_and_copies_are_timed():
     unit = 2 * 8 * 8 * 4
-    host = setup.take_host_memory(EngineConfig(cpu_offload_gib=10.5 * unit / 2**30), Keeper(), unit)
+    config = EngineConfig(cpu_offload_gib=10.5 * unit / 2**30)
+    host = setup.take_host_memory(config, Keeper(), unit, Room(11 * unit, "it"))
     assert (host.places, host.unit_bytes) == (10, unit)
     assert host.unit_s > 0
-    assert setup.take_host_memory(EngineConfig(), Keeper(), unit) is None
+    assert setup.take_host_memory(EngineConfig(), Keeper(), unit, Room(0, "it")) is None
 
 
-@pytest.mark.parametrize("gib", [1e-9, 1e6])
-def test_host_memory_of_less_than_a_unit_or_more_than_the_machine_has_is_refused(gib):
-    with pytest.raises(ConfigError, match="--cpu-offload-gib"):
-        setup.take_host_memory(EngineConfig(cpu_offload_gib=gib), Keeper(), 512)
+def test_host_memory_of_less_than_a_unit_is_refused():
+    with pytest.raises(ConfigError, match="--cpu-offload-gib 1e-09: a unit of KV is 512 bytes"):
+        setup.take_host_memory(EngineConfig(cpu_offload_gib=1e-9), Keeper(), 512, Room(2**40, "it"))
+
+
+def test_host_memory_beyond_the_room_is_refused_and_told_whose_limit_it_was():
+    room = Room(3 * 2**30, "/sys/fs/cgroup/memory.max").less(2**30, "the KV pool")
+    told = (
+        r"--cpu-offload-gib 2.5: 2.00 GiB are left of /sys/fs/cgroup/memory.max, "
+        "less 1.00 GiB of the KV pool; lower it"
+    )
+    with pytest.raises(ConfigError, match=told):
+        setup.take_host_memory(EngineConfig(cpu_offload_gib=2.5), Keeper(), 512, room)
 
 
 def test_swapping_pays_where_copying_is_quicker_than_computing_again():

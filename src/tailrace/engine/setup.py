@@ -22,6 +22,7 @@ from tailrace.engine.step_probes import ProbeRun, choose
 from tailrace.engine.step_time import StepTimeModel
 from tailrace.errors import ConfigError, EngineError
 from tailrace.models.config import load_config
+from tailrace.telemetry.host_memory import host_room
 from tailrace.text.grammar import GrammarCompiler
 from tailrace.types import EngineReady, EngineRequest, SamplingParams, attended
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from tailrace.engine.host_kv import HostKv
     from tailrace.engine.step_time import StepLoad
     from tailrace.models.causal_lm import CausalLM
+    from tailrace.telemetry.host_memory import Room
 
 log = structlog.get_logger("tailrace.engine")
 
@@ -151,7 +153,10 @@ def load(
         block_size=config.kv_unit_tokens,
         num_slots=config.max_batch_size,
     )
-    host = take_host_memory(config, runner, config.kv_unit_tokens * kv_bytes_per_token(model))
+    unit_bytes = config.kv_unit_tokens * kv_bytes_per_token(model)
+    # Nothing was written to the pool yet, so the system does not count it as taken.
+    room = host_room().less(num_blocks * unit_bytes, "the KV pool")
+    host = take_host_memory(config, runner, unit_bytes, room)
     times.mark("memory")
     compiler = _waited_for(grammars, folder, times)
     return Loaded(
@@ -176,7 +181,7 @@ def _load_on_gpu(
 
     times.mark("import")
     runner, context, num_blocks, device = load_runner(config, folder, token_budget(config), times)
-    host = take_host_memory(config, runner, runner.unit_bytes)
+    host = take_host_memory(config, runner, runner.unit_bytes, host_room())
     times.mark("memory")
     compiler = _waited_for(grammars, folder, times)
     return Loaded(
@@ -234,22 +239,32 @@ class KeepsOnHost(Protocol):
 
 
 def take_host_memory(
-    config: EngineConfig, runner: KeepsOnHost, unit_bytes: int
+    config: EngineConfig, runner: KeepsOnHost, unit_bytes: int, room: Room
 ) -> HostMemory | None:
     """Allocate `--cpu-offload-gib` of host memory and time copies to it; None where it is 0.
 
+    Args:
+        config: The settings.
+        runner: Whose KV will be copied.
+        unit_bytes: Of a unit of KV.
+        room: What may be taken of the host's memory.
+
     Raises:
-        ConfigError: It is less than a unit, or more than the machine has.
+        ConfigError: It is less than a unit, or more than the room.
     """
     asked = int(config.cpu_offload_gib * 2**30)
     if not asked:
         return None
-    has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     places = asked // unit_bytes
-    if not places or asked > has:
+    if not places:
         raise ConfigError(
-            f"--cpu-offload-gib {config.cpu_offload_gib}: a unit of KV is {unit_bytes} bytes, and "
-            f"the machine has {has / 2**30:.1f} GiB; choose between"
+            f"--cpu-offload-gib {config.cpu_offload_gib}: a unit of KV is {unit_bytes} bytes; "
+            "raise it to several of them"
+        )
+    if asked > room.free_bytes:
+        raise ConfigError(
+            f"--cpu-offload-gib {config.cpu_offload_gib}: {room.free_bytes / 2**30:.2f} GiB are "
+            f"left of {room.limit}; lower it, or give this process more memory"
         )
     started_s = time.monotonic()
     kept = runner.keep_on_host(places)
