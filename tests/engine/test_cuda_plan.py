@@ -126,24 +126,66 @@ def test_what_a_bound_left_out_is_measured_by_the_next_start():
     assert read(file_here()) == plan
 
 
-def test_a_reference_without_memory_ends_the_measuring_and_not_the_start(monkeypatch):
-    def fail(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB.\nMore.")
+NO_MEMORY = "CUDA out of memory. Tried 2 GiB."
 
+
+def without_memory(*_):
+    raise torch.OutOfMemoryError(f"{NO_MEMORY}\nMore.")
+
+
+def test_questions_without_memory_for_a_reference_go_unanswered_and_nothing_else(monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(SkinnyLinear, "weight_rows", fail)
+        patch.setattr(SkinnyLinear, "weight_rows", without_memory)
         with structlog.testing.capture_logs() as logs:
             _, plan, _ = start("auto")
-        with pytest.raises(torch.OutOfMemoryError):
-            measure_whole(loaded(), MODEL, LONGEST, None, Ticking().timer, unit=8)
-    assert [choice.operation for choice in plan.choices] == [
-        "prefill attention",
-        over("decode attention", torch.float32),
-    ]
-    assert [entry["reason"] for entry in logs if entry["event"] == "plan_measuring_stopped"] == [
-        "CUDA out of memory. Tried 2 GiB."
-    ]
-    assert len(start("auto")[1].choices) == 4
+        whole, _ = measure_whole(loaded(), MODEL, LONGEST, None, Ticking().timer, unit=8)
+    attention = ["prefill attention", over("decode attention", torch.float32)]
+    for found in (plan, whole):
+        assert [choice.operation for choice in found.choices][:2] == attention
+        assert not any("linear" in choice.operation for choice in found.choices)
+    left_out = [entry for entry in logs if entry["event"] == "plan_question_without_memory"]
+    assert [entry["reason"] for entry in left_out] == [NO_MEMORY] * 2
+    assert left_out[0]["question"] == "linear 64 to 96, up to 16 rows"
+    assert len(start("auto")[1].choices) == len(whole.choices) + 2
+
+
+def test_a_default_without_memory_goes_unanswered_too(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(SkinnyLinear, "__call__", without_memory)
+        with structlog.testing.capture_logs() as logs:
+            _, plan, _ = start("auto")
+    assert len(plan.choices) == 2
+    assert NO_MEMORY in str([entry.get("reason") for entry in logs])
+
+
+def test_candidates_without_memory_are_told_apart_and_tried_again_by_plan_measure(monkeypatch):
+    whole = SkinnyLinear.__call__
+
+    def greedy(layer, given):
+        if layer.planned[0].serving(16) == "cuBLAS":
+            without_memory()
+        return whole(layer, given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SkinnyLinear, "__call__", greedy)
+        _, plan, _ = start("auto")
+        _, again, calls = start("auto")
+    (choice,) = (c for c in plan.choices if c.no_memory)
+    assert (list(choice.no_memory), choice.refused) == (["cuBLAS"], {})
+    assert NO_MEMORY in choice.no_memory["cuBLAS"]
+    # The plan holds all the same, and a start does not try again.
+    assert (again, calls) == (plan, 0)
+    found, _ = measure_whole(loaded(), MODEL, LONGEST, None, Ticking().timer, unit=8)
+    (now,) = (c for c in found.choices if c.question == choice.question)
+    assert now.no_memory == {}
+    assert "cuBLAS" in now.seconds
+
+
+def test_a_gpu_without_memory_for_any_question_is_an_error_with_the_remedy(monkeypatch):
+    monkeypatch.setattr("tailrace.kernels.plan_questions._answer", without_memory)
+    with pytest.raises(ConfigError, match="has no memory for any question: end what else uses it"):
+        measure_whole(loaded(), MODEL, LONGEST, None, Ticking().timer, unit=8)
+    assert start("auto")[1].choices == ()
 
 
 def test_another_fault_of_a_reference_is_raised(monkeypatch):

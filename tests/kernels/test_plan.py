@@ -63,7 +63,29 @@ def test_the_description_names_the_key_the_winner_and_every_time():
         assert part in said
     assert "500.0 us  other" in said
     assert "1000.0 us  usual (default)" in said
-    assert "third: it raised" in said
+    assert "refused        third: it raised" in said
+    assert "memory" not in said
+
+
+def test_what_lacked_memory_is_described_apart_and_how_it_is_tried_again():
+    found = choose(
+        "op", "small", "usual", {"usual": 1e-3}, {"a": "it raised"}, no_memory={"b": "2 GiB"}
+    )
+    said = Plan(KEY, (found,)).describe()
+    assert "    refused        a: it raised" in said
+    assert "    out of memory  b: 2 GiB" in said
+    assert said[-1] == "out of memory: `tailrace plan measure` tries those again"
+
+
+def test_a_plan_of_before_is_read_although_it_tells_nothing_of_memory(tmp_path):
+    file = tmp_path / "old.json"
+    plan = Plan(KEY, (choice({"usual": 1e-3}),))
+    write(plan, file)
+    text = file.read_text()
+    assert '"no_memory": {}' in text
+    file.write_text(text.replace(',\n      "no_memory": {}', ""))
+    assert "no_memory" not in file.read_text()
+    assert read(file) == plan
 
 
 @pytest.mark.parametrize("name", ["gpu", "model", "dtype", "tailrace", "torch", "triton"])

@@ -149,6 +149,57 @@ def test_where_bits_must_be_equal_the_nearest_is_refused():
     assert found.refused == {"other": "its bits are not the default's"}
 
 
+def is_no_memory(failure):
+    return isinstance(failure, torch.OutOfMemoryError)
+
+
+def test_a_candidate_that_runs_out_of_memory_is_not_refused():
+    bench = Bench({"usual": 2.0, "a": 1.0})
+    asked = question(usual=TRUTH, greedy=torch.OutOfMemoryError("2 GiB"), a=TRUTH, b=TRUTH + 1.0)
+    (found,) = measure([asked], bench.timer, bench.clock, 100.0, is_no_memory)
+    assert found.no_memory == {"greedy": "OutOfMemoryError: 2 GiB"}
+    assert list(found.refused) == ["b"]
+    assert found.winner == "a"
+
+
+def test_one_that_runs_out_of_memory_while_it_is_timed_is_not_refused_either():
+    bench = Bench({"usual": 2.0, "a": 1.0})
+
+    def timer(work):
+        if work.name == "greedy":
+            raise torch.OutOfMemoryError("more")
+        return bench.timer(work)
+
+    asked = question(usual=TRUTH, greedy=TRUTH, a=TRUTH)
+    (found,) = measure([asked], timer, bench.clock, 100.0, is_no_memory)
+    assert (list(found.no_memory), found.refused, found.winner) == (["greedy"], {}, "a")
+
+
+def test_what_passed_and_fails_while_it_is_timed_is_an_error():
+    bench = Bench({"usual": 2.0})
+    asked = question(usual=TRUTH, broken=TRUTH)
+    with pytest.raises(KeyError, match="broken"):
+        measure([asked], bench.timer, bench.clock, 100.0, is_no_memory)
+
+
+def test_what_a_failed_candidate_held_is_let_go_before_the_next_is_tried():
+    held = []
+
+    def greedy():
+        taken = torch.zeros(8)
+        held.append(weakref.ref(taken))
+        raise torch.OutOfMemoryError("2 GiB")
+
+    def after():
+        assert held[0]() is None
+        return TRUTH
+
+    works = {"usual": Work("usual", TRUTH), "greedy": greedy, "after": after}
+    asked = Question("op", "small", "usual", works, lambda: TRUTH)
+    (found,) = measure([asked], lambda _: 1.0, lambda: 0.0, 100.0, is_no_memory)
+    assert list(found.seconds) == ["usual", "after"]
+
+
 def test_past_the_bound_no_candidate_is_begun_and_half_an_answer_is_none():
     bench = Bench({"usual": 1.0, "a": 1.0})
     asked = [question(sizes, usual=TRUTH, a=TRUTH) for sizes in ("one", "two", "three")]

@@ -158,7 +158,8 @@ def measure_whole(
     Attention over a cache in half precision, and in float8 where the GPU has it.
 
     Raises:
-        ConfigError: There is nothing to choose, or the file is a pinned plan or cannot be written.
+        ConfigError: There is nothing to choose, no memory for it, or the file is a pinned plan or
+            cannot be written.
     """
     key = key_of(kernels, model)
     file = usual_file(key) if out is None else out
@@ -167,12 +168,17 @@ def measure_whole(
     kv_dtypes = [kernels.dtype]
     if kernels.capability >= FLOAT8_CAPABILITY:
         kv_dtypes.append(FLOAT8)
-    asked = questions_of(kernels, model, longest, kv_dtypes, unit)
-    choices = measure(asked, timer, time.monotonic, math.inf)
-    if not choices:
+    asked = list(questions_of(kernels, model, longest, kv_dtypes, unit))
+    if not asked:
         raise ConfigError(
             f"plan measure: nothing to choose for {key.model} on {key.gpu}: there is one kernel "
             "for each of its operations"
+        )
+    choices = measure(asked, timer, time.monotonic, math.inf, is_out_of_memory)
+    if not choices:
+        raise ConfigError(
+            f"plan measure: {key.gpu} has no memory for any question: end what else uses it, or "
+            "lower --context-length"
         )
     plan = Plan(key, tuple(choices))
     write(plan, file)
@@ -191,7 +197,7 @@ def complete(
     """Measure what a plan lacks, as far as time allows, and write it where there is news."""
     missing = (q for q in asked if plan.winner(q.operation, q.sizes) is None)
     begun_s = clock()
-    choices = measure(missing, timer, clock, bound_s, ends_by=_lacks_memory)
+    choices = measure(missing, timer, clock, bound_s, is_out_of_memory)
     if choices:
         plan = plan.with_choices(choices)
         try:
@@ -200,14 +206,6 @@ def complete(
             log.warning("plan_not_kept", reason=str(error))
         log.info("plan_measured", choices=len(choices), seconds=round(clock() - begun_s, 2))
     return plan
-
-
-def _lacks_memory(error: Exception) -> bool:
-    """Tell whether measuring ended for want of memory: then defaults serve."""
-    if not is_out_of_memory(error):
-        return False
-    log.warning("plan_measuring_stopped", reason=str(error).splitlines()[0])
-    return True
 
 
 def known(file: Path, key: Key) -> Plan:

@@ -57,7 +57,10 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     winner: Words
     seconds: dict[Words, Seconds]
     refused: dict[Words, Words] = {}
-    """Candidates that were not timed, and why."""
+    """Candidates that cannot serve here, and why; not timed."""
+    no_memory: dict[Words, Words] = {}
+    """Candidates that the device had no memory for at the time, and what they asked for: they say
+    nothing of what they can do where there is more, and `tailrace plan measure` tries again."""
 
     @property
     def question(self) -> tuple[str, str]:
@@ -93,7 +96,13 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for name, seconds in sorted(choice.seconds.items(), key=lambda item: item[1]):
                 mark = " (default)" if name == choice.default else ""
                 lines.append(f"    {seconds * 1e6:10.1f} us  {name}{mark}")
-            lines += [f"    refused        {name}: {why}" for name, why in choice.refused.items()]
+            for outcome, failed in (
+                ("refused", choice.refused),
+                ("out of memory", choice.no_memory),
+            ):
+                lines += [f"    {outcome:<13}  {name}: {why}" for name, why in failed.items()]
+        if any(choice.no_memory for choice in self.choices):
+            lines.append("out of memory: `tailrace plan measure` tries those again")
         return lines
 
 
@@ -106,6 +115,8 @@ def choose(
     default: str,
     seconds: dict[str, float],
     refused: dict[str, str],
+    *,
+    no_memory: dict[str, str] | None = None,
 ) -> Choice:
     """Return the choice that measured times lead to.
 
@@ -115,11 +126,18 @@ def choose(
         default: The candidate that serves without a plan; it must have been timed.
         seconds: By candidate.
         refused: Candidates without a time, and why.
+        no_memory: Likewise, for want of memory.
     """
     fastest = min(seconds, key=lambda name: seconds[name])
     is_won = seconds[fastest] < (1.0 - MARGIN) * seconds[default]
     return Choice(
-        operation, sizes, default, fastest if is_won else default, dict(seconds), dict(refused)
+        operation,
+        sizes,
+        default,
+        fastest if is_won else default,
+        dict(seconds),
+        dict(refused),
+        dict(no_memory or {}),
     )
 
 

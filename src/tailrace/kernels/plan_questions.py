@@ -9,18 +9,22 @@ question: a plan must not change what is computed, only how fast.
 
 A candidate may win only where its result is as near to the reference as the default's, or, of
 decodes' attention, where it is the same to the last bit; one that raises, or strays, is refused,
-with the reason. Time is bounded between candidates, so the last one's compilation may overrun it;
-what was not reached keeps its default until it is asked again.
+with the reason. One that finds no memory on the device is recorded as such, for it may serve where
+there is more, and a question without memory for its reference or its default goes unanswered. Time
+is bounded between candidates, so the last one's compilation may overrun it; what was not reached
+keeps its default until it is asked again.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+import structlog
 import torch
 from torch.nn import functional
 
@@ -49,6 +53,10 @@ if TYPE_CHECKING:
     from tailrace.kernels.paged_attention.triton_prefill import Shape
     from tailrace.kernels.triton_kernels import TritonKernels
 
+    Timer = Callable[[Callable[[], object]], float]
+
+log = structlog.get_logger("tailrace.engine")
+
 PREFILL, DECODE = "prefill attention", "decode attention"
 ANY_LENGTH = "any length"
 BOUNDS = (*CLASSES, 1 << 30)
@@ -59,6 +67,8 @@ _OUTPUTS = 8192
 """Of attention, and of a layer, that a reference computes at once, to need little memory."""
 _ROUNDING = 1e-3
 """An error that any of them may have: half precision's own."""
+_MOST_WORDS = 300
+"""Of a failure."""
 _DECODES, _DECODE_KEYS = 32, 2048
 """Sequences of a step, and the most keys of each, that decodes' attention is timed with."""
 
@@ -85,23 +95,27 @@ class Question:
     is_exact: bool = False
     """Whether a candidate must give the default's very bits."""
 
+    @property
+    def words(self) -> str:
+        """What it asks."""
+        return f"{self.operation}, {self.sizes}"
+
 
 def measure(
     questions: Iterable[Question],
-    timer: Callable[[Callable[[], object]], float],
+    timer: Timer,
     clock: Callable[[], float],
     bound_s: float,
-    ends_by: Callable[[Exception], bool] = lambda _: False,
+    lacks_memory: Callable[[Exception], bool] = lambda _: False,
 ) -> list[Choice]:
-    """Return choices for the questions that were reached in time.
+    """Return choices for the questions that were reached in time and found memory.
 
     Args:
         questions: Asked in order.
         timer: Returns the seconds of one call of what it is given.
         clock: Monotonic seconds.
         bound_s: No candidate is begun after so many seconds.
-        ends_by: Tells of what a question failed by whether the rest is to go unasked; else it is
-            raised.
+        lacks_memory: Tells whether something failed for want of memory on the device.
 
     Raises:
         ConfigError: A default fails: nothing would serve.
@@ -112,47 +126,108 @@ def measure(
         if clock() >= end_s:
             break
         try:
-            choice = _answer(question, timer, lambda: clock() >= end_s)
+            choice = _answer(question, timer, lambda: clock() >= end_s, lacks_memory)
         except Exception as failure:
-            if not ends_by(failure):
+            if not lacks_memory(failure):
                 raise
-            break
-        if choice is None:
-            break
-        choices.append(choice)
+            words = str(failure.__cause__ or failure).splitlines()[0]
+        else:
+            if choice is None:
+                break
+            choices.append(choice)
+            continue
+        log.warning("plan_question_without_memory", question=question.words, reason=words)
+        _give_back()  # the failure is gone, and with it what its frames held
     return choices
+
+
+def _give_back() -> None:
+    """Return to the driver what a failed attempt had allocated."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """A candidate without a time."""
+
+    why: str
+    is_memory: bool = False
 
 
 def _answer(
     question: Question,
-    timer: Callable[[Callable[[], object]], float],
+    timer: Timer,
     is_over: Callable[[], bool],
+    lacks_memory: Callable[[Exception], bool],
 ) -> Choice | None:
     """Return the choice, or None where time ran out before all candidates were timed."""
     truth = question.reference()
-    usual = question.candidates[question.default]
     expected, error = _of_default(question, truth)
     allowed = max(_STRAY * error, _ROUNDING)
-    seconds, refused = {question.default: timer(usual)}, {}
+    seconds = {question.default: timer(question.candidates[question.default])}
+    refused, no_memory = {}, {}
+
+    def fault(found: Tensor) -> str:
+        error = _error(found, truth)
+        if error > allowed:
+            return f"its error is {error:.1e}, more than {allowed:.1e}"
+        if question.is_exact and not torch.equal(found, expected):
+            return "its bits are not the default's"
+        return ""
+
     for name, work in question.candidates.items():
         if name == question.default:
             continue
         if is_over():
             return None
-        try:
-            found = work()
-            error = _error(found, truth)
-        # Triton's compiler raises what it likes; a candidate that cannot run here is no fault.
-        except Exception as failure:  # noqa: BLE001
-            refused[name] = f"{type(failure).__name__}: {failure}"[:300]
-            continue
-        if error > allowed:
-            refused[name] = f"its error is {error:.1e}, more than {allowed:.1e}"
-        elif question.is_exact and not torch.equal(found, expected):
-            refused[name] = "its bits are not the default's"
+        tried = _try(work, fault, timer, lacks_memory)
+        if not isinstance(tried, _Failed):
+            seconds[name] = tried
+        elif tried.is_memory:
+            no_memory[name] = tried.why
+            _give_back()
         else:
-            seconds[name] = timer(work)
-    return choose(question.operation, question.sizes, question.default, seconds, refused)
+            refused[name] = tried.why
+    return choose(
+        question.operation,
+        question.sizes,
+        question.default,
+        seconds,
+        refused,
+        no_memory=no_memory,
+    )
+
+
+def _try(
+    work: Callable[[], Tensor],
+    fault: Callable[[Tensor], str],
+    timer: Timer,
+    lacks_memory: Callable[[Exception], bool],
+) -> float | _Failed:
+    """Check a candidate, then time it; return its seconds, or why it has none.
+
+    Raises:
+        Exception: What passed the check fails while it is timed, and not for want of memory: the
+            device is not to be relied on.
+    """
+    try:
+        why = fault(work())
+    # Triton's compiler raises what it likes; a candidate that cannot run here is no fault.
+    except Exception as failure:  # noqa: BLE001
+        return _Failed(_words(failure), lacks_memory(failure))
+    if why:
+        return _Failed(why)
+    try:
+        return timer(work)
+    except Exception as failure:
+        if not lacks_memory(failure):
+            raise
+        return _Failed(_words(failure), is_memory=True)
+
+
+def _words(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {failure}"[:_MOST_WORDS]
 
 
 def _of_default(question: Question, truth: Tensor) -> tuple[Tensor, float]:
@@ -167,8 +242,7 @@ def _of_default(question: Question, truth: Tensor) -> tuple[Tensor, float]:
         found = question.candidates[question.default]()
         error = _error(found, truth)
     except Exception as failure:  # as of candidates; but without this one nothing serves
-        reason = f"{type(failure).__name__}: {failure}"[:300]
-        raise ConfigError(f"{at} fails ({reason}): {then}") from failure
+        raise ConfigError(f"{at} fails ({_words(failure)}): {then}") from failure
     if not error < math.inf:
         raise ConfigError(f"{at} gives numbers that are not finite: {then}")
     return found, error
