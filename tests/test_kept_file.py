@@ -35,6 +35,8 @@ def test_what_is_written_is_read_and_nothing_else_is_left(tmp_path):
         (b'{"text": "a", "more": 1}', "more.*; write another"),
         (b"[" * 150, "write another"),
         (b'{"text": "a", "format": 2}', "format 2, and this version reads 3; write another"),
+        # What another version wrote has other fields.
+        (b'{"words": 1, "format": 4}', "format 4, and this version reads 3; write another"),
     ],
 )
 def test_what_cannot_be_read_names_the_file_and_the_remedy(tmp_path, content, message):

@@ -452,9 +452,13 @@ def _check_accuracy(
         str,
         typer.Option(
             help="fp8 | int8 | bf16: prompts by that copy, as they are served, and recorded for "
-            "`tailrace serve --prefill-weights auto`."
+            "`tailrace serve --prefill-weights auto`, where it serves with the same options."
         ),
     ] = "same",
+    fp8_activations: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "many",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="As of `tailrace serve`; the reference keeps KV unrounded.")
+    ] = "auto",
     threads: Annotated[int, typer.Option(help="CPU threads; 0: all cores.")] = 0,
     min_agreement: Annotated[
         float, typer.Option(help="Least share of equal likeliest tokens.")
@@ -470,7 +474,8 @@ def _check_accuracy(
             "the copy to measure"
         )
     settings = {"model_path": model, "dtype": dtype, "quant_type": quant_type, "gpus": gpus}
-    settings |= {"prefill_weights": prefill_weights}
+    settings |= {"prefill_weights": prefill_weights, "fp8_activations": fp8_activations}
+    settings |= {"kv_cache_dtype": kv_cache_dtype}
     config = load(settings | {"threads": threads}).engine
     from tailrace.bench.corpus import corpus_text  # noqa: PLC0415
     from tailrace.engine.setup import pin_threads  # noqa: PLC0415
@@ -492,7 +497,7 @@ def _check_accuracy(
         )
     typer.echo(found.describe(bound))
     if prefill_weights != "same":
-        typer.echo(record(config, found.first, against=against))
+        typer.echo(record(config, found, against=against))
     raise typer.Exit(0 if found.keeps(bound) else 1)
 
 
@@ -525,6 +530,14 @@ def _plan_measure(
     load_format: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "auto",
     context_length: Annotated[int, typer.Option(help="As of `tailrace serve`.")] = 0,
     prefill_weights: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "auto",
+    fp8_activations: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "many",
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            help="As of `tailrace serve`: --prefill-weights auto goes by it. Attention is measured "
+            "over each dtype that the GPU has."
+        ),
+    ] = "auto",
     out: Annotated[
         Path | None, typer.Option(help="Default: where `serve --plan auto` looks.")
     ] = None,
@@ -545,6 +558,7 @@ def _plan_measure(
         "prefill_weights": prefill_weights,
     }
     settings |= {"load_format": load_format, "context_length": context_length}
+    settings |= {"fp8_activations": fp8_activations, "kv_cache_dtype": kv_cache_dtype}
     config = load(settings).engine
     from tailrace.engine.setup import resolve  # noqa: PLC0415
 

@@ -26,6 +26,12 @@ class Versioned(Protocol):
 Content = TypeVar("Content", bound=Versioned)
 
 
+class _Format(msgspec.Struct):
+    """What every such file has, whatever else."""
+
+    format: int | None = None
+
+
 @dataclass(frozen=True)
 class KeptFile(Generic[Content]):
     """One kind of file."""
@@ -55,15 +61,16 @@ class KeptFile(Generic[Content]):
                 f"{self.what} {file}: larger than {self.most_bytes} bytes; {self.remedy}"
             )
         try:
-            found = msgspec.json.decode(content, type=self.kind)
+            # Before all else: what another version wrote is no damage.
+            told = msgspec.json.decode(content, type=_Format).format
+            if told not in (None, self.format):
+                raise ConfigError(
+                    f"{self.what} {file}: format {told}, and this version reads {self.format}; "
+                    f"{self.remedy}"
+                )
+            return msgspec.json.decode(content, type=self.kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{self.what} {file}: {error}; {self.remedy}") from error
-        if found.format != self.format:
-            raise ConfigError(
-                f"{self.what} {file}: format {found.format}, and this version reads "
-                f"{self.format}; {self.remedy}"
-            )
-        return found
 
     def write(self, content: Content, file: Path) -> None:
         """Write a file, whole or not at all.

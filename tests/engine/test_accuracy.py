@@ -284,9 +284,32 @@ def test_a_copy_for_prompts_is_what_the_text_is_read_by(tmp_path, monkeypatch, c
     assert 0.0 < prompts.divergence < most
     # By the weights as they are, which are their own reference.
     assert (decodes.agreement, decodes.divergence) == (1.0, pytest.approx(0.0, abs=1e-9))
-    assert "not recorded: fewer than" in record(asked, report.first, against="")
+    assert "not recorded: fewer than" in record(asked, report, against="")
     with pytest.raises(ConfigError, match="weights are in float16 already, so no copy is made"):
         check_accuracy(replace(asked, prefill_weights="bf16"), TEXT, positions=80)
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_the_served_models_kv_is_rounded_as_it_is_served_and_its_references_is_not(
+    tmp_path, monkeypatch
+):
+    """On a GPU that is none, in the interpreter."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from tailrace.engine import cuda_setup  # noqa: PLC0415
+
+    exact_float8(monkeypatch)
+    monkeypatch.setattr(cuda_setup, "load_device", lambda _: torch.device("cpu"))
+    source = make_tiny_checkpoint(tmp_path, num_hidden_layers=1)
+    asked = config(source, gpus=(0,), dtype="float16")
+    exact = check_accuracy(asked, TEXT, positions=40)
+    rounded = check_accuracy(replace(asked, kv_cache_dtype="fp8"), TEXT, positions=40)
+    for reading, plain in zip(rounded.readings, exact.readings, strict=True):
+        assert plain.divergence == pytest.approx(0.0, abs=1e-9)
+        assert 1e-9 < reading.divergence < 0.05
+        assert reading.reference_perplexity == plain.reference_perplexity
+    assert (exact.numerics.kv_dtype, rounded.numerics.kv_dtype) == ("float16", "float8")
+    assert rounded.numerics.fp8_activations == "many"
 
 
 @pytest.mark.parametrize(

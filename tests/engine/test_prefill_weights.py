@@ -16,7 +16,14 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from tailrace.config import EngineConfig
 from tailrace.engine import cuda_setup, prefill_weights
-from tailrace.engine.accuracy_record import Finding, file_of, fingerprint
+from tailrace.engine.accuracy_record import (
+    Finding,
+    Known,
+    Numerics,
+    file_of,
+    fingerprint,
+    remember,
+)
 from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.cuda_runner import CudaRunner, _leading_decodes, kv_bytes_per_token
 from tailrace.engine.prefill_weights import Choice, Prefill, choose, copy_bytes, make, with_copy
@@ -41,6 +48,7 @@ from tests.support.tiny import make_tiny_checkpoint
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 FLOAT8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 GIB = 2**30
+HERE = Numerics.of(EngineConfig(gpus=(0,)), "float32", (9, 0))
 
 
 @pytest.fixture(autouse=True)
@@ -75,12 +83,16 @@ def folders(tmp_path_factory):
 
 
 def finding(name="fp8", agreement=0.995, divergence=0.001):
-    return Finding(name, "float32", 20_480, agreement, divergence)
+    return Finding(name, HERE, 20_480, agreement, divergence)
+
+
+def knowing(*findings):
+    return Known({found.prefill_weights: found for found in findings})
 
 
 def chosen(folders, kind, asked, known=()):
     kernels, model = loaded(folders[kind])
-    return choose(asked, kernels, model, {found.prefill_weights: found for found in known})
+    return choose(asked, kernels, model, knowing(*known))
 
 
 @pytest.mark.parametrize("kind", ["4 bits", "fp8", "plain"])
@@ -123,18 +135,29 @@ def test_auto_takes_what_was_measured_within_the_bound_else_half_precision(
     assert "bound 99% / 0.005 nats" in choice.words
 
 
+def test_auto_does_not_count_what_was_measured_as_nobody_serves_it(folders):
+    kernels, model = loaded(folders["4 bits"])
+    strange = Known(otherwise={"fp8": "fp8 activations 'many' (here 'all')"})
+    choice = choose("auto", kernels, model, strange)
+    assert choice.name == "bf16"
+    assert (
+        "fp8 measured under fp8 activations 'many' (here 'all') "
+        "(tailrace check-accuracy MODEL --prefill-weights fp8)"
+    ) in choice.words
+
+
 def test_auto_leaves_out_what_the_gpu_or_the_sizes_do_not_allow(folders):
     kernels, model = loaded(folders["4 bits"])
     kernels.capability = (8, 0)
-    assert choose("auto", kernels, model, {"fp8": finding()}).name == "bf16"
+    assert choose("auto", kernels, model, knowing(finding())).name == "bf16"
     with pytest.raises(ConfigError, match="weights fp8: .*capability is 8.0, and FP8 .* needs 8.9"):
-        choose("fp8", kernels, model, {})
+        choose("fp8", kernels, model, Known())
     kernels = TritonKernels(CPU, "float32")
     layer = kernels.pack_linear(quantize_groups(torch.randn(40, 64), 64), None, "float32")
     odd = SimpleNamespace(layer_linears=[layer])
-    assert choose("auto", kernels, odd, {"fp8": finding()}).name == "bf16"
+    assert choose("auto", kernels, odd, knowing(finding())).name == "bf16"
     with pytest.raises(ConfigError, match="40 outputs .* multiples of 16; use auto or same"):
-        choose("fp8", kernels, odd, {})
+        choose("fp8", kernels, odd, Known())
 
 
 def test_a_copy_that_is_asked_for_is_made_whatever_was_measured(folders):
@@ -228,13 +251,13 @@ def test_one_copy_needs_no_room():
 def test_a_copy_larger_than_what_is_free_is_not_begun(folders, monkeypatch):
     kernels, model = loaded(folders["4 bits"])
     size = copy_bytes(FORMATS["bf16"], model)
-    choice = choose("auto", kernels, model, {})
+    choice = choose("auto", kernels, model, Known())
     assert make(choice, model, kernels, free_bytes=size).choice is choice
     monkeypatch.setattr(prefill_weights, "with_copy", None)
     found = make(choice, model, kernels, free_bytes=size - 1)
     assert (found.choice.name, found.model) == ("same", model)
     with pytest.raises(ConfigError, match="--prefill-weights bf16: the copy takes .* are free"):
-        make(choose("bf16", kernels, model, {}), model, kernels, free_bytes=size - 1)
+        make(choose("bf16", kernels, model, Known()), model, kernels, free_bytes=size - 1)
 
 
 def test_a_copy_that_finds_no_memory_on_the_way_is_given_up(folders, monkeypatch):
@@ -244,17 +267,17 @@ def test_a_copy_that_finds_no_memory_on_the_way_is_given_up(folders, monkeypatch
         raise torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB.\nMore.")
 
     monkeypatch.setattr(prefill_weights, "with_copy", fail)
-    found = make(choose("auto", kernels, model, {}), model, kernels, free_bytes=GIB)
+    found = make(choose("auto", kernels, model, Known()), model, kernels, free_bytes=GIB)
     assert (found.model, "Tried 2 GiB.;" in found.choice.words) == (model, True)
     with pytest.raises(ConfigError, match="Tried 2 GiB"):
-        make(choose("fp8", kernels, model, {}), model, kernels, free_bytes=GIB)
+        make(choose("fp8", kernels, model, Known()), model, kernels, free_bytes=GIB)
 
     def lost(*_):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr(prefill_weights, "with_copy", lost)
     with pytest.raises(RuntimeError, match="device-side assert"):
-        make(choose("auto", kernels, model, {}), model, kernels, free_bytes=GIB)
+        make(choose("auto", kernels, model, Known()), model, kernels, free_bytes=GIB)
 
 
 # Tokens
@@ -463,21 +486,46 @@ def test_want_of_memory_without_a_copy_is_not_hidden(folders, monkeypatch):
         start(folders["4 bits"], "same")
 
 
+@pytest.mark.parametrize(
+    ("served", "told"),
+    [
+        ({}, ""),
+        ({"fp8_activations": "all"}, "fp8 activations 'many' (here 'all')"),
+        ({"kv_cache_dtype": "fp8"}, "kv dtype 'float32' (here 'float8')"),
+        ({"quant_type": "fp8"}, "weights 'as stored' (here 'rounded to FP8')"),
+    ],
+    ids=["as measured", "activations", "kv", "weights"],
+)
+def test_auto_counts_a_record_only_where_it_serves_what_was_measured(
+    folders, monkeypatch, tmp_path, served, told
+):
+    monkeypatch.setenv("TAILRACE_CACHE_DIR", str(tmp_path))
+    FakeCuda(monkeypatch, GIB)
+    folder = folders["4 bits"]
+    kernels, model = loaded(folder)
+    measured = EngineConfig(model_path=str(folder), prefill_weights="auto", gpus=(0,))
+    under = Numerics.of(measured, "float32", kernels.capability)
+    remember(folder, Finding("fp8", under, 20_480, 0.995, 0.001))
+    choice = cuda_setup.copy_for_prompts(replace(measured, **served), folder, kernels, model).choice
+    assert choice.name == ("bf16" if told else "fp8")
+    assert told in choice.words
+
+
 def test_by_auto_a_damaged_record_is_none_with_a_warning(folders, monkeypatch, tmp_path):
     monkeypatch.setenv("TAILRACE_CACHE_DIR", str(tmp_path))
     FakeCuda(monkeypatch, GIB)
     folder = folders["4 bits"]
     file = file_of(fingerprint(folder))
     file.parent.mkdir(parents=True)
-    file.write_bytes(b'{"checkpoint": "x", "findings": [], "format": 2}')
+    file.write_bytes(b'{"checkpoint": "x", "findings": [], "format": 3}')
     kernels, model = loaded(folder)
     config = EngineConfig(model_path=str(folder), prefill_weights="auto", gpus=(0,))
     with capture_logs() as logs:
         made = cuda_setup.copy_for_prompts(config, folder, kernels, model)
     assert (made.choice.name, "fp8 not measured" in made.choice.words) == ("bf16", True)
     (told,) = [entry for entry in logs if entry["event"] == "accuracy_record_not_read"]
-    assert "format 2, and this version reads 1; remove it" in told["reason"]
-    with pytest.raises(ConfigError, match="this version reads 1"):
+    assert "format 3, and this version reads 2; remove it" in told["reason"]
+    with pytest.raises(ConfigError, match="this version reads 2"):
         cuda_setup.copy_for_prompts(replace(config, prefill_weights="fp8"), folder, kernels, model)
 
 

@@ -26,7 +26,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tailrace.engine.accuracy_record import LEAST_POSITIONS, Finding, remember
+from tailrace.engine.accuracy_record import (
+    LEAST_POSITIONS,
+    Finding,
+    Known,
+    Numerics,
+    remember,
+)
 from tailrace.engine.runner import allocate_kv
 from tailrace.engine.setup import resolve, thread_count
 from tailrace.errors import ConfigError
@@ -37,13 +43,14 @@ from tailrace.models.loader import describe_weights, load_model
 from tailrace.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from torch import Tensor
 
     from tailrace.config import EngineConfig
     from tailrace.kernels.kernels import WeightDtype
+    from tailrace.kernels.kv_scales import KVScales
     from tailrace.models.causal_lm import CausalLM, KVCache
 
 WINDOW_TOKENS = 1024
@@ -99,6 +106,12 @@ class Device:
     """Takes the model, a number of blocks and the tokens of one."""
     index: torch.dtype
     """Of rows' positions and slots, as the kernels there take them."""
+    allocate_served_kv: Callable[[CausalLM, int, int], list[KVCache]] | None = None
+    """The served model's, where it keeps KV in another dtype than its reference."""
+    kv_scales: Sequence[KVScales] | None = None
+    """Of the served model's KV, where that is float8."""
+    numerics: Numerics | None = None
+    """Of the served model; None on a CPU, where no copy serves prompts."""
 
 
 CPU = Device(torch.device("cpu"), allocate_kv, torch.int64)
@@ -148,6 +161,8 @@ class Report:
     """What was compared, in words."""
     reference: str
     readings: tuple[Accuracy, ...]
+    numerics: Numerics | None = None
+    """What decided the numbers, for a record; None on a CPU."""
 
     @property
     def first(self) -> Accuracy:
@@ -180,8 +195,9 @@ def check_accuracy(
     """Load a model as it is served and its reference, and compare them over a text.
 
     On a CPU the reference is computed in float32. On a GPU it is computed in the activations' dtype
-    from unpacked weights, by the same attention. Where `config.prefill_weights` names a copy,
-    prompts go by it, and decodes by the weights as they are.
+    from unpacked weights, by the same attention, over KV in that dtype; the served model's KV is
+    float8 where `config` says so. Where `config.prefill_weights` names a copy, prompts go by it,
+    and decodes by the weights as they are.
 
     Args:
         config: The served model, as `tailrace serve` takes it.
@@ -214,29 +230,33 @@ def check_accuracy(
             compare(served, reference, cut, device, progress, reading=reading)
             for reading, cut in zip(readings, windows, strict=True)
         ),
+        numerics=device.numerics,
     )
 
 
-def record(config: EngineConfig, found: Accuracy, *, against: str) -> str:
+def record(config: EngineConfig, report: Report, *, against: str) -> str:
     """Keep what was found of prompts' copy, for `--prefill-weights auto`; say where, or why not.
 
     Args:
         config: The served model; `prefill_weights` names the copy.
-        found: Of prompts; the first reading of `check_accuracy`.
+        report: Of `check_accuracy`; its first reading is of prompts.
         against: The reference's path; only a checkpoint's own precision is a measure of a copy.
 
     Raises:
         ConfigError: The record cannot be written.
     """
+    found = report.first
     if against:
         return "not recorded: the reference is another checkpoint"
+    if report.numerics is None:
+        return "not recorded: on a CPU no copy serves prompts"
     if found.positions < LEAST_POSITIONS:
         return f"not recorded: fewer than {LEAST_POSITIONS:,} positions"
     if not (math.isfinite(found.agreement) and math.isfinite(found.divergence)):
         return "not recorded: not finite"
     finding = Finding(
         prefill_weights=config.prefill_weights,
-        dtype=activations(config),
+        under=report.numerics,
         positions=found.positions,
         agreement=found.agreement,
         divergence=found.divergence,
@@ -299,9 +319,13 @@ def compare(
     surprises: list[Tensor] = []
     width = -(-max(map(len, windows)) // _BLOCK_TOKENS)
     places = min(len(windows), reading.rows) if reading.decodes else 1
+    blocks = width * places
+    allocate = device.allocate_served_kv or device.allocate_kv
+    caches = allocate(served, blocks, _BLOCK_TOKENS)
+    others = device.allocate_kv(reference, blocks, _BLOCK_TOKENS)
     readers = [
-        _Reader(model, device.allocate_kv(model, width * places, _BLOCK_TOKENS), device, width)
-        for model in (served, reference)
+        _Reader(served, caches, device, width, device.kv_scales),
+        _Reader(reference, others, device, width),
     ]
     largest = 0
     for step in _steps(windows, reading):
@@ -373,12 +397,13 @@ class _Reader:
     device: Device
     width: int
     """Blocks of one place."""
+    kv_scales: Sequence[KVScales] | None = None
 
     @torch.inference_mode()
     def hidden(self, step: _Step) -> Tensor:
         """Return hidden states [rows, H]."""
         ids = torch.tensor(step.token_ids, device=self.device.device)
-        return self.model.forward(ids, self._batch(step), self.caches)
+        return self.model.forward(ids, self._batch(step), self.caches, self.kv_scales)
 
     @torch.inference_mode()
     def log_probs(self, hidden: Tensor) -> Tensor:
@@ -437,7 +462,12 @@ def _load_on_gpu(
 ) -> tuple[Device, CausalLM, CausalLM]:
     # Triton is imported with these: a CPU build of torch has none.
     from tailrace.engine import cuda_runner  # noqa: PLC0415
-    from tailrace.engine.cuda_setup import check_fp8_activations, load_device  # noqa: PLC0415
+    from tailrace.engine.cuda_setup import (  # noqa: PLC0415
+        check_fp8_activations,
+        kv_dtype_of,
+        load_device,
+    )
+    from tailrace.engine.kv_calibration import find_scales  # noqa: PLC0415
     from tailrace.engine.prefill_weights import choose, with_copy  # noqa: PLC0415
     from tailrace.kernels.triton_kernels import TritonKernels, UnpackedTritonKernels  # noqa: PLC0415
 
@@ -447,7 +477,7 @@ def _load_on_gpu(
     served = load_model(folder, dtype=dtype, kernels=kernels, quant_type=config.quant_type)
     check_fp8_activations(config, served)
     if config.prefill_weights != "auto":
-        choice = choose(config.prefill_weights, kernels, served, {})
+        choice = choose(config.prefill_weights, kernels, served, Known())
         if choice.format is not None:
             served = with_copy(served, kernels, choice.format)
         elif config.prefill_weights != "same":
@@ -455,12 +485,26 @@ def _load_on_gpu(
                 f"--prefill-weights {config.prefill_weights}: {choice.words}, so no copy is made "
                 "that could be measured; leave it out"
             )
+    kv_dtype = kv_dtype_of(config, kernels)
+    is_float8 = kv_dtype != kernels.dtype
+    scales = find_scales(served, kernels, folder, "auto").scales if is_float8 else None
     reference = load_model(behind, dtype=dtype, kernels=UnpackedTritonKernels(device, dtype))
 
-    def allocate(model: CausalLM, blocks: int, block_tokens: int) -> list[KVCache]:
-        return cuda_runner.allocate_kv(model, blocks, block_tokens, kernels.dtype, device)
+    def allocating(kv_dtype: torch.dtype) -> Callable[[CausalLM, int, int], list[KVCache]]:
+        def allocate(model: CausalLM, blocks: int, block_tokens: int) -> list[KVCache]:
+            return cuda_runner.allocate_kv(model, blocks, block_tokens, kv_dtype, device)
 
-    return Device(device, allocate, torch.int32), served, reference
+        return allocate
+
+    place = Device(
+        device,
+        allocating(kernels.dtype),
+        torch.int32,
+        allocate_served_kv=allocating(kv_dtype),
+        kv_scales=scales,
+        numerics=Numerics.of(config, kernels.name_of_dtype, kernels.capability),
+    )
+    return place, served, reference
 
 
 def activations(config: EngineConfig) -> WeightDtype:

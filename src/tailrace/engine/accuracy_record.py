@@ -3,12 +3,17 @@
 One small JSON file a checkpoint, in the cache folder beside the plans. A checkpoint is known by its
 config and by the names, sizes and times of its weight files: reading 15 GB to hash them would cost
 every start more than the copy does. So a changed or copied checkpoint counts as another one, and is
-measured again. No torch here.
+measured again.
+
+A finding holds for what decides numbers as it was when they were measured (`Numerics`), and for
+nothing else. No torch here.
 """
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass, field
+from importlib import metadata
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -19,9 +24,12 @@ from tailrace.errors import ConfigError
 from tailrace.kept_file import KeptFile
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
-FORMAT = 1
+    from tailrace.config import EngineConfig
+
+FORMAT = 2
 MOST_BYTES = 1 << 16
 """Of a record's file."""
 LEAST_POSITIONS = 20_000
@@ -36,18 +44,65 @@ Nats = Annotated[float, msgspec.Meta(ge=-1.0, le=1e6)]
 """Rounding may bring a divergence of nothing below 0."""
 
 
+class Numerics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What decides the numbers that a copy gives, beside the checkpoint."""
+
+    dtype: Words
+    """Of activations."""
+    weights: Words
+    """How plain weights are kept: `--quant-type fp8` rounds them."""
+    fp8_activations: Words
+    kv_dtype: Words
+    capability: Words
+    """Of the GPU: it decides which kernels there are."""
+    tailrace: Words
+    torch: Words
+    triton: Words
+
+    @classmethod
+    def of(cls, config: EngineConfig, dtype: str, capability: tuple[int, int]) -> Numerics:
+        """Return those of a model as it is served.
+
+        Args:
+            config: The settings.
+            dtype: Of activations, such as "bfloat16".
+            capability: The GPU's compute capability.
+        """
+        return cls(
+            dtype=dtype,
+            weights="rounded to FP8" if config.quant_type == "fp8" else "as stored",
+            fp8_activations=config.fp8_activations,
+            kv_dtype="float8" if config.kv_is_float8 else dtype,
+            capability=".".join(map(str, capability)),
+            tailrace=__version__,
+            torch=metadata.version("torch"),
+            triton=metadata.version("triton"),
+        )
+
+    def other_than(self, wanted: Numerics) -> str:
+        """Name each field that is not as wanted, with both values; "" where all are."""
+        pairs = zip(
+            msgspec.structs.asdict(self).items(),
+            msgspec.structs.asdict(wanted).values(),
+            strict=True,
+        )
+        return ", ".join(
+            f"{name.replace('_', ' ')} {had!r} (here {wants!r})"
+            for (name, had), wants in pairs
+            if had != wants
+        )
+
+
 class Finding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How far prompts by one copy of the weights are from the checkpoint's own precision."""
 
     prefill_weights: Words
-    dtype: Words
-    """Of activations."""
+    under: Numerics
     positions: Annotated[int, msgspec.Meta(ge=LEAST_POSITIONS)]
     agreement: Share
     """Of likeliest tokens."""
     divergence: Nats
     """Mean, in nats."""
-    tailrace: Words = __version__
 
     def keeps(self, agreement: float, divergence: float) -> bool:
         """Tell whether both figures are within a bound."""
@@ -59,11 +114,20 @@ class Finding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A checkpoint's findings, one for each copy and dtype."""
+    """A checkpoint's findings, one for each copy and what decides its numbers; the latest last."""
 
     checkpoint: Words
     findings: Annotated[tuple[Finding, ...], msgspec.Meta(max_length=_MOST_FINDINGS)]
     format: int = FORMAT
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a checkpoint as it is to be served, by the copy's name."""
+
+    found: Mapping[str, Finding] = field(default_factory=dict)
+    otherwise: Mapping[str, str] = field(default_factory=dict)
+    """Copies that were measured under other conditions only: what was other, of the latest."""
 
 
 _FILES = KeptFile(
@@ -98,8 +162,8 @@ def file_of(checkpoint: str) -> Path:
     return cache_dir() / "accuracy" / f"{checkpoint}.json"
 
 
-def findings(folder: Path, dtype: str) -> dict[str, Finding]:
-    """Return what is known of a checkpoint in one dtype, by the copy's name; of this version alone.
+def known(folder: Path, under: Numerics) -> Known:
+    """Return what was measured of a checkpoint, as far as it holds under these conditions.
 
     Raises:
         ConfigError: There is a record, and it cannot be read.
@@ -107,12 +171,16 @@ def findings(folder: Path, dtype: str) -> dict[str, Finding]:
     checkpoint = fingerprint(folder)
     file = file_of(checkpoint)
     if not file.exists():
-        return {}
-    return {
-        found.prefill_weights: found
-        for found in _read(file, checkpoint).findings
-        if (found.dtype, found.tailrace) == (dtype, __version__)
-    }
+        return Known()
+    findings = _read(file, checkpoint).findings
+    # What holds here comes last, so that it stands in place of what does not.
+    ordered = sorted(findings, key=lambda finding: finding.under == under)
+    latest = {finding.prefill_weights: finding for finding in ordered}
+    reasons = {name: finding.under.other_than(under) for name, finding in latest.items()}
+    return Known(
+        found={name: finding for name, finding in latest.items() if not reasons[name]},
+        otherwise={name: reason for name, reason in reasons.items() if reason},
+    )
 
 
 def remember(folder: Path, finding: Finding) -> Path:
@@ -124,9 +192,10 @@ def remember(folder: Path, finding: Finding) -> Path:
     """
     checkpoint = fingerprint(folder)
     file = file_of(checkpoint)
-    known = _read(file, checkpoint).findings if file.exists() else ()
-    merged = {(f.prefill_weights, f.dtype): f for f in (*known, finding)}
-    record = Record(checkpoint, tuple(merged.values()))
+    before = _read(file, checkpoint).findings if file.exists() else ()
+    key = (finding.prefill_weights, finding.under)
+    kept = [f for f in before if (f.prefill_weights, f.under) != key][1 - _MOST_FINDINGS :]
+    record = Record(checkpoint, (*kept, finding))
     try:
         msgspec.json.decode(msgspec.json.encode(record), type=Record)
     except msgspec.ValidationError as error:

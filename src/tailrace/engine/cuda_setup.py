@@ -11,7 +11,7 @@ import numpy as np
 import structlog
 import torch
 
-from tailrace.engine.accuracy_record import findings
+from tailrace.engine.accuracy_record import Known, Numerics, known
 from tailrace.engine.cuda_plan import cuda_timer, measure_whole, settle
 from tailrace.engine.cuda_runner import (
     CudaRunner,
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tailrace.config import EngineConfig
-    from tailrace.engine.accuracy_record import Finding
     from tailrace.engine.prefill_weights import Prefill
     from tailrace.kernels.plan import Plan
     from tailrace.models.causal_lm import CausalLM
@@ -335,8 +334,7 @@ def copy_for_prompts(
         ConfigError: A copy was asked for that cannot be made, or one was named and the accuracy
             record is damaged.
     """
-    known = _findings(config, folder, kernels.name_of_dtype)
-    choice = choose(config.prefill_weights, kernels, model, known)
+    choice = choose(config.prefill_weights, kernels, model, _known(config, folder, kernels))
     torch.cuda.empty_cache()  # what loading left behind is free for the copy
     free, total = torch.cuda.mem_get_info()
     allowed = int(total * config.gpu_memory_utilization) - torch.cuda.memory_allocated()
@@ -345,17 +343,17 @@ def copy_for_prompts(
     return made
 
 
-def _findings(config: EngineConfig, folder: Path, dtype: str) -> dict[str, Finding]:
+def _known(config: EngineConfig, folder: Path, kernels: TritonKernels) -> Known:
     """Return what was measured of the checkpoint; by `auto`, what cannot be read is nothing."""
     if config.prefill_weights == "same" or config.load_format == "dummy":
-        return {}
+        return Known()
     try:
-        return findings(folder, dtype)
+        return known(folder, Numerics.of(config, kernels.name_of_dtype, kernels.capability))
     except ConfigError as error:
         if config.prefill_weights != "auto":
             raise
         log.warning("accuracy_record_not_read", reason=str(error))
-    return {}
+    return Known()
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,7 @@ from tailrace.kernels.linear.prefill_format import FORMATS, HALF
 from tailrace.kernels.linear.triton_skinny import SkinnyLinear
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from tailrace.engine.accuracy_record import Finding
+    from tailrace.engine.accuracy_record import Finding, Known
     from tailrace.kernels.kernels import Linear
     from tailrace.kernels.linear.prefill_format import PrefillFormat
     from tailrace.kernels.triton_kernels import TritonKernels
@@ -71,16 +69,14 @@ class Choice:
         return Choice(None, f"{reason}; {self.words}")
 
 
-def choose(
-    asked: str, kernels: TritonKernels, model: CausalLM, known: Mapping[str, Finding]
-) -> Choice:
+def choose(asked: str, kernels: TritonKernels, model: CausalLM, known: Known) -> Choice:
     """Choose a copy for a model that is loaded.
 
     Args:
         asked: `--prefill-weights`.
         kernels: The model's.
         model: Without a copy.
-        known: What was measured of this checkpoint, by format.
+        known: What was measured of this checkpoint as it is served.
 
     Raises:
         ConfigError: A copy was asked for that cannot be made here; says why.
@@ -98,9 +94,9 @@ def choose(
         if _obstacle(form, kernels, model):
             continue
         if not form.rounds:
-            own = [_figures(form.name, known)] if form.name in known else []
+            own = [_figures(form.name, known)] if form.name in known.found else []
             return Choice(form, ", ".join([*own, words]))
-        if _keeps(known.get(form.name)):
+        if _keeps(known.found.get(form.name)):
             return Choice(form, words)
     return Choice(None, f"no copy can be made here; {words}")
 
@@ -110,7 +106,7 @@ def _asked_for(
     kernels: TritonKernels,
     model: CausalLM,
     kinds: set[str],
-    known: Mapping[str, Finding],
+    known: Known,
 ) -> Choice:
     form = FORMATS[asked]
     if "4 bits" not in kinds:
@@ -124,7 +120,7 @@ def _asked_for(
     obstacle = _obstacle(form, kernels, model)
     if obstacle:
         raise ConfigError(f"--prefill-weights {asked}: {obstacle}; use auto or same")
-    figures = [_figures(asked, known)] if form.rounds or asked in known else []
+    figures = [_figures(asked, known)] if form.rounds or asked in known.found else []
     return Choice(form, ", ".join(["as asked", *figures, _bound_in_words()]), is_asked=True)
 
 
@@ -274,10 +270,12 @@ def _keeps(found: Finding | None) -> bool:
     return found is not None and found.keeps(bound.agreement, bound.divergence)
 
 
-def _figures(name: str, known: Mapping[str, Finding]) -> str:
-    if name not in known:
-        return f"{name} not measured (tailrace check-accuracy MODEL --prefill-weights {name})"
-    found = known[name]
+def _figures(name: str, known: Known) -> str:
+    found = known.found.get(name)
+    if found is None:
+        other = known.otherwise.get(name)
+        outcome = f"measured under {other}" if other else "not measured"
+        return f"{name} {outcome} (tailrace check-accuracy MODEL --prefill-weights {name})"
     return f"{name} measured {found.describe()} over {found.positions:,} positions"
 
 
