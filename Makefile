@@ -3,7 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Modules are compiled as they are imported: most of what is installed never is.
+# Modules are compiled as they are imported, once: most of what is installed never is. Were it
+# not written down, each process of the tests would compile torch anew, for two seconds.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip --quiet --disable-pip-version-check install --no-compile
 # Without a GPU, torch's CPU build is enough, and a few GB smaller.
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c constraints/cpu.txt)
