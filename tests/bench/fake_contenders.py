@@ -112,6 +112,7 @@ class Field:
     """How often a stillborn server says that it ran out of memory."""
     exits: list[type[BaseException] | None] = field(default_factory=list)
     """What each server was left by."""
+    version: str = "1.0"
     on_trial: Any = None
     peaks: list[Any] = field(default_factory=list)
     client_reasons: list[tuple[str, ...]] = field(default_factory=list)
@@ -125,7 +126,7 @@ class Field:
         monkeypatch.setattr(campaign, "carry", self._carry)
 
     def _start(self, spec, log_file, *, on_progress=lambda _: None):
-        server = FakeServer(spec, self, log_file)
+        server = FakeServer(spec, self, log_file, version=self.version)
         self.servers.append(server)
         return server
 

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from tailrace.bench import compare as compare_module
+from tailrace.bench import machine
 from tailrace.bench.campaign import Campaign
 from tailrace.bench.compare import EXIT_INTERRUPTED, EXIT_NO_VERDICT, EXIT_OK, compare
 from tailrace.bench.engines.spec import EngineSpec
@@ -196,6 +197,15 @@ def test_another_plan_cannot_be_resumed(measure):
     measure(plan_of("a", pairs=1), Field({"a": 16}))
     with pytest.raises(ConfigError, match="another plan"):
         measure(plan_of("a", pairs=1, raw={"other": 1}), Field({"a": 16}), resume=True)
+
+
+def test_a_comparison_goes_on_where_it_began_only(measure, monkeypatch):
+    plan = plan_of("a", pairs=1)
+    measure(plan, Field({"a": 16}))
+    here = machine.describe()
+    monkeypatch.setattr(machine, "describe", lambda: here | {"Client machine": "Other CPU"})
+    with pytest.raises(ConfigError, match=r"measured on another machine \(.*this is Other CPU"):
+        measure(plan, Field({"a": 16}), resume=True)
 
 
 def test_nothing_to_resume_is_an_error(measure):

@@ -108,6 +108,7 @@ def test_the_result_keeps_the_plan_without_the_values_of_variables(tmp_path):
         ("[limits]\np95_ttft = 2.0\np99_e2e = 10", "", "[search] needs limits"),
         ("output_tokens = 32", "output_tokens = 32\nusers = 4", "closed loop"),
         ("timeout_s = 60", "timeout_s = 0", "timeout_s = 0: must be above 0"),
+        ("timeout_s = 60", "timeout_s = 10", "would in truth be a limit of 10 s; give a timeout"),
         ("title = ", "title = = ", "plan.toml"),
     ],
 )

@@ -217,6 +217,20 @@ def test_one_stalled_trial_does_not_become_the_answer():
     assert "at 4/s 2 trials hold, and in another 90%" in found.reasons[0]
 
 
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_of_two_trials_that_contradict_each_other_a_third_decides(repeats):
+    """4/s stalls when it is first tried; a search of few repeats must not make it the answer."""
+    stalled = search(Curve(step(30.0), faults={2: 0.9}), options(repeats=repeats))
+    assert stalled.max_rps is None
+    assert "at 4/s 2 trials hold, and in another 90%" in stalled.reasons[0]
+    # At the end, 3.668/s is confirmed, and stalls in the trial that should do so.
+    calm = Curve(step(3.7))
+    trials = search(calm, options(repeats=repeats)).trials
+    lucky = search(Curve(step(3.7), faults={trials - 1: 0.0}), options(repeats=repeats))
+    assert lucky.max_rps is not None
+    assert [len(point.results) for point in lucky.points].count(3) == 1
+
+
 def test_a_server_that_drifts_is_contradictory():
     """It is sick from 4/s down to 2.2/s, then well again: the end that failed is refuted."""
     found = search(Curve(step(30.0), faults={2: 1.0, 3: 1.0, 4: 1.0, 5: 1.0}))

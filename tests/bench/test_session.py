@@ -44,6 +44,19 @@ def test_nothing_is_started_until_a_trial_needs_it(field, tmp_path):
     asyncio.run(stay())
 
 
+def test_every_version_that_was_met_is_kept(field, tmp_path):
+    async def stay():
+        made, _ = session(tmp_path)
+        for version in ("1.0", "1.0", "2.0"):
+            field.version = version
+            async with made:
+                await made.served()
+        return made.contender
+
+    contender = asyncio.run(stay())
+    assert (contender.version, contender.versions) == ("2.0", ["1.0", "2.0"])
+
+
 def test_a_server_that_cannot_be_warmed_is_stopped_at_once(field, tmp_path):
     async def fail(served):
         raise EngineError("no answer")

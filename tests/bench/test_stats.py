@@ -86,6 +86,9 @@ def test_latency_counts_from_the_schedule():
 
 def test_time_per_token_needs_two_tokens():
     assert tpot_s(ok(output_tokens=1, chunk_s=[12.0])) is None
+    # Seven tokens in one piece: no pace can be told, and 0 would be the best of all.
+    assert tpot_s(ok(chunk_s=[12.0])) is None
+    assert tpot_s(ok(chunk_s=[12.0, 12.0])) == 0
 
 
 @pytest.mark.parametrize("status", ["connect", "http", "stream", "short", "timeout", "client"])

@@ -16,6 +16,8 @@ CALM = {
     "planned_requests": 200,
 }
 
+USUAL = {"cached_tokens": 0, "chunk_s": [12.0 + number / 2 for number in range(7)]}
+
 
 def verdict(records, **changes):
     observed = Observed(**(CALM | changes))
@@ -23,8 +25,7 @@ def verdict(records, **changes):
 
 
 def many(count=200, wrong=0, **changes):
-    usual = {"cached_tokens": 0}
-    return [ok(i, **(usual | (changes if i < wrong else {}))) for i in range(count)]
+    return [ok(i, **(USUAL | (changes if i < wrong else {}))) for i in range(count)]
 
 
 def scrape(**counters) -> Scrape:
@@ -47,6 +48,13 @@ def test_a_calm_run_of_right_lengths_is_valid_without_a_word():
         ({"input_tokens": 99}, "prompt lengths: 3 of 200"),
         ({"input_tokens": None}, "3 carry no usage"),
         ({"output_tokens": 8}, "output lengths: 3 of 200"),
+        ({"status": "short", "output_tokens": 3}, "output lengths: 3 of 200"),
+        ({"status": "short", "output_tokens": 3}, "3 ended early"),
+        (
+            {"status": "http", "http_status": 400, "error": "HTTP 400: prompt is too long"},
+            "3 of 200 requests were refused as wrong ones, not for want of room (bound 1%), the "
+            "first with: HTTP 400: prompt is too long",
+        ),
         ({"cached_tokens": 100}, "300 of 20000 prompt tokens cached"),
         (
             {"status": "client", "error": "out of files"},
@@ -67,11 +75,24 @@ def test_more_than_one_in_a_hundred_makes_the_run_invalid(changes, words):
         {"input_tokens": 99},
         {"output_tokens": 8},
         {"cached_tokens": 100},
-        {"status": "http"},
+        {"status": "short", "output_tokens": 3},
+        {"status": "http", "http_status": 400},
     ],
 )
 def test_one_in_a_hundred_is_borne(changes):
     assert verdict(many(wrong=2, **changes)).is_valid
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_server_without_room_is_measured(status):
+    assert verdict(many(wrong=50, status="http", http_status=status)).is_valid
+
+
+def test_tokens_that_come_several_at_once_are_said():
+    assert verdict(many(wrong=200, output_tokens=7)).cautions == ()
+    merged = verdict(many(wrong=200, chunk_s=[12.0, 13.0]))
+    assert merged.is_valid
+    assert "the server sent 3.5 tokens a chunk" in merged.cautions[0]
 
 
 def test_a_late_event_loop_makes_the_run_invalid():
@@ -158,7 +179,7 @@ def test_where_neither_tells_it_is_a_caution(server):
 
 
 def test_users_that_ran_out_of_requests_are_a_caution():
-    records = [ok(i, user=i % 2, cached_tokens=0) for i in range(200)]
+    records = [ok(i, user=i % 2, **USUAL) for i in range(200)]
     assert verdict(records, user_requests={0: 101, 1: 101}).cautions == ()
     requests = {0: 100, 1: 101}
     found = verdict(records, user_requests=requests, arrivals_s=20.0, longest_think_s=4.0)

@@ -128,6 +128,7 @@ def _opened(plan: Plan, out: Path, *, command: str, resume: bool) -> Comparison:
                 "but a variable in it, a file's place or a default is not; give another folder, "
                 "or the values as they were"
             )
+        _check_machine(stored.platform, out)
         return _resumable(stored, out)
     if resume and stored is None:
         raise ConfigError(f"--resume: {out} holds no comparison; leave --resume out")
@@ -162,6 +163,27 @@ def _opened(plan: Plan, out: Path, *, command: str, resume: bool) -> Comparison:
             for spec in plan.engines
         ],
     )
+
+
+def _check_machine(measured: Platform, out: Path) -> None:
+    """Check that a comparison goes on where it began: pairs of two machines are no pairs.
+
+    Raises:
+        ConfigError: This is another machine.
+    """
+    label = "Client machine"
+    processor, gpus = machine.describe()[label], Gpus.find().names()
+    if (measured.machine.get(label, processor), measured.gpus) != (processor, gpus):
+        raise ConfigError(
+            f"--out {out}: was measured on another machine "
+            f"({_machine_text(measured.machine.get(label, ''), measured.gpus)}; this is "
+            f"{_machine_text(processor, gpus)}); give another folder, and merge both with "
+            "`tailrace bench report`"
+        )
+
+
+def _machine_text(processor: str, gpus: Sequence[str]) -> str:
+    return ", ".join([*filter(None, [processor]), *gpus])
 
 
 def _shareable(plan: Plan) -> dict[str, Any]:

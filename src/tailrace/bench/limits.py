@@ -119,3 +119,17 @@ def read_limit(text: str) -> Limit:
     except ValueError as error:
         raise ConfigError(f"limit {text}: write it as p95_ttft=2.0, in seconds") from error
     return parse_limit(name.strip(), bound_s)
+
+
+def check_timeout(limits: Iterable[Limit], timeout_s: float) -> None:
+    """Check that a request may take as long as the limits allow.
+
+    Raises:
+        ConfigError: It has failed before, so another limit than the one asked for would be kept.
+    """
+    for limit in limits:
+        if limit.metric in {"ttft", "e2e"} and limit.bound_s >= timeout_s:
+            raise ConfigError(
+                f"timeout_s = {timeout_s:g}: a request fails after it, so {limit} would in truth "
+                f"be a limit of {timeout_s:g} s; give a timeout above {limit.bound_s:g} s"
+            )

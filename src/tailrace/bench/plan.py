@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 import msgspec
 
 from tailrace.bench.engines.spec import EngineSpec
-from tailrace.bench.limits import Limit, parse_limit
+from tailrace.bench.limits import Limit, check_timeout, parse_limit
 from tailrace.bench.search import DRAWS_PER_SEED, MAX_SEED
 from tailrace.bench.team import Team, read_teams
 from tailrace.bench.traffic.workload import Workload
@@ -190,6 +190,7 @@ class Plan:
         for name in ("timeout_s", "max_lag_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be above 0")
+        check_timeout(self.limits, self.timeout_s)
 
     def _check_engines(self) -> None:
         if not self.engines:

@@ -49,6 +49,9 @@ class Contender(msgspec.Struct, kw_only=True):
     """The adapter's kind: tailrace, vllm, sglang, llamacpp, openai."""
     strategy: str = "default"
     version: str = ""
+    """The last one that was measured."""
+    versions: list[str] = []
+    """Every version that was measured, where a resumed comparison met several."""
     model: str = ""
     command: list[str] = []
     """Empty where the server was already running."""

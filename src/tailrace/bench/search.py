@@ -8,7 +8,8 @@
 A rate is one trial; more, with other seeds, while Wilson's bounds of the pooled share of slow
 observations straddle the allowed share (see wilson.py). When trials run out the point estimate
 decides, and the rate is marked undecided. Both ends of the last bracket are tried at least
-twice: one stalled trial must not become the answer.
+twice, and where two trials contradict each other beyond noise a third is made, however few
+`repeats` there are: one stalled trial must not become the answer.
 
 `max_rps` is an estimate from all rates tried, not the bracket's end, which is coarse and hangs
 on single trials: see `crossing_rps`.
@@ -360,15 +361,21 @@ class _Search:
         )
 
     async def _settle(self, rate_rps: float, *, trials: int) -> None:
-        """Try a rate until it is decided, `trials` times at least and `repeats` at most."""
+        """Try a rate until it is decided, `trials` times at least and `repeats` at most.
+
+        Where one trial refutes another there are three, whatever `repeats` says.
+        """
         while True:
             result = await self._try(rate_rps)
             results = self._results.setdefault(rate_rps, [])
             results.append(result)
             point = self._point(rate_rps)
             self._on_point(point)
-            is_clear = point.is_decided and _outlier(point, self._options.limits) is None
-            if len(results) >= trials and (is_clear or len(results) >= self._options.repeats):
+            outlier = _outlier(point, self._options.limits)
+            # Of two trials that contradict each other a third must say which was the accident.
+            most = self._options.repeats if outlier is None else max(self._options.repeats, 3)
+            is_clear = point.is_decided and outlier is None
+            if len(results) >= trials and (is_clear or len(results) >= most):
                 break
         self._check_agreement(point)
         self._check_count(point)

@@ -164,6 +164,8 @@ class Session:
         server, contender = served.server, self.contender
         contender.command = masked(server.command, secrets_of(self._spec), takes_many=True)
         contender.version = server.version or served.target.version
+        if contender.version and contender.version not in contender.versions:
+            contender.versions.append(contender.version)
         contender.model = served.target.model
         contender.ready_s.extend(server.ready_s[-1:])
 

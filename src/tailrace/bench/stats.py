@@ -6,7 +6,7 @@ Definitions, used everywhere:
 - Time to first token: from the SCHEDULED arrival to the first bytes with generated text.
 - Inter-token time: between two successive chunks with text of one request.
 - Time per output token: (last text - first text) / (output tokens - 1), tokens as the server
-  counted them; requests of one token have none.
+  counted them; requests of one token have none, nor have answers that came in one chunk.
 - End to end: from the scheduled arrival to the stream's end.
 - A failed request is infinitely slow in each of them; in inter-token time once for every token
   it still owed. A percentile can therefore be infinite, which reads "failed".
@@ -149,11 +149,14 @@ def e2e_s(record: Record) -> float | None:
 
 
 def tpot_s(record: Record) -> float | None:
-    """Time per output token; None where there are fewer than two tokens."""
+    """Time per output token; None where there are fewer than two tokens, or chunks.
+
+    An answer that came in one piece shows no pace: 0 would be the best of all.
+    """
     if record.is_failure:
         return INFINITY
     tokens = record.output_tokens or len(record.chunk_s)
-    if not record.is_ok or tokens < 2 or not record.chunk_s:
+    if not record.is_ok or tokens < 2 or len(record.chunk_s) < 2:
         return None
     return (record.chunk_s[-1] - record.chunk_s[0]) / (tokens - 1)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tailrace.bench import machine
+from tailrace.bench.limits import check_timeout
 from tailrace.bench.load import Shot, loader_for, new_run_id, processes_for
 from tailrace.bench.records import to_line
 from tailrace.bench.run import Run, goodput_limits
@@ -113,6 +114,7 @@ class TrialOptions:
             raise ConfigError(f"--temperature {self.temperature}: must be 0 to 2")
         if self.processes < 0:
             raise ConfigError(f"--processes {self.processes}: must be 0 (automatic) or above")
+        check_timeout(self.limits, self.timeout_s)
 
 
 async def run_trial(

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 
 WRONG_LENGTH_SHARE = 0.01
 """Requests whose prompt or output length may differ from the plan, or be unknown."""
+REFUSED_SHARE = 0.01
+"""Requests that the server may turn away as wrong ones."""
+OVERLOADED = frozenset({408, 425, 429})
+"""Statuses of 400 to 499 by which a server says that it is too busy, not that the request is bad."""
+MERGED_TOKENS = 1.2
+"""Tokens a chunk from which on the gaps between chunks are not those between tokens."""
 CACHED_SHARE = 0.01
 """Prompt tokens that the server may have had cached beyond what was planned to be shared."""
 STEAL_CAUTION_SHARE = 0.05
@@ -84,6 +90,7 @@ def judge(
         _stolen(observed.steal_share),
         _dead(observed.client_faults),
         _own_limits(records),
+        _refused(records),
         _wrong_inputs(records),
         _wrong_outputs(records),
         _cached(records, observed),
@@ -93,6 +100,7 @@ def judge(
         _some_stolen(observed.steal_share),
         _cache_unknown(records, observed),
         _idle_users(records, observed),
+        _merged(records),
         _blind(observed.monitor_fault),
         _slow_clock(observed.governor),
     ]
@@ -150,6 +158,24 @@ def _own_limits(records: Sequence[Record]) -> str:
     return f"{len(own)} requests failed in the client itself, the first with: {own[0].error}"
 
 
+def _refused(records: Sequence[Record]) -> str:
+    """Too long a prompt, say: whoever refuses part of the work was not asked for as much."""
+    refused = [
+        record
+        for record in records
+        if record.status == "http"
+        and 400 <= (record.http_status or 0) < 500
+        and record.http_status not in OVERLOADED
+    ]
+    ended = sum(record.status != "cancelled" for record in records)
+    if len(refused) <= REFUSED_SHARE * ended:
+        return ""
+    return (
+        f"{len(refused)} of {ended} requests were refused as wrong ones, not for want of room "
+        f"(bound {REFUSED_SHARE:.0%}), the first with: {refused[0].error}"
+    )
+
+
 def _wrong_inputs(records: Sequence[Record]) -> str:
     known = [r for r in records if r.is_ok]
     wrong = sum(r.input_tokens not in {None, r.planned_input_tokens} for r in known)
@@ -157,9 +183,17 @@ def _wrong_inputs(records: Sequence[Record]) -> str:
 
 
 def _wrong_outputs(records: Sequence[Record]) -> str:
+    short = sum(r.status == "short" for r in records)
     known = [r for r in records if r.is_ok]
     wrong = sum(r.output_tokens not in {None, r.planned_output_tokens} for r in known)
-    return _lengths("output", wrong, sum(r.output_tokens is None for r in known), len(known))
+    unknown = sum(r.output_tokens is None for r in known)
+    reason = _lengths("output", wrong + short, unknown, len(known) + short)
+    if not reason or not short:
+        return reason
+    return (
+        f"{reason}; {short} ended early, which leaves the server less to do: does it heed "
+        "`ignore_eos`, and does its context hold the longest request?"
+    )
 
 
 def _lengths(what: str, wrong: int, unknown: int, total: int) -> str:
@@ -240,6 +274,19 @@ def _idle_users(records: Sequence[Record], observed: Observed) -> str:
     return (
         f"{idle} of {len(observed.user_requests)} users sent all that was prepared for them and "
         "then idled: fewer users than said were active at the end; prepare more requests"
+    )
+
+
+def _merged(records: Sequence[Record]) -> str:
+    known = [r for r in records if r.is_ok and r.output_tokens and r.chunk_s]
+    tokens = sum(r.output_tokens or 0 for r in known)
+    chunks = sum(len(r.chunk_s) for r in known)
+    if tokens < MERGED_TOKENS * chunks or not chunks:
+        return ""
+    return (
+        f"the server sent {tokens / chunks:.1f} tokens a chunk: inter-token times are those of "
+        "chunks, fewer and longer than those of tokens; compare time per output token with "
+        "servers that send each token by itself"
     )
 
 

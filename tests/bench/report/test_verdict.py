@@ -102,6 +102,16 @@ def test_one_contender_alone_is_measured_and_not_compared(changed):
     assert "tailrace holds 1.5 requests/s on 1 x H200" in said.sentence
 
 
+def test_a_contender_of_several_versions_is_named(changed):
+    def change(comparison):
+        comparison.contenders[1].versions = ["0.23.0", "0.24.0"]
+
+    assert any(
+        "tailrace was measured in several versions (0.23.0, 0.24.0): its figures mix" in text
+        for text in cautions(changed(change))
+    )
+
+
 def test_deaths_and_invalid_trials_are_said_before_any_figure(changed):
     def change(comparison):
         comparison.trials[0].reasons = ["the client was late"]

@@ -99,6 +99,11 @@ def _died(platform: PlatformFindings) -> Iterable[str]:
                 f"{contender.name} died {times(contender.restarts)} in a trial and was started "
                 f"again; it ran out of memory {times(contender.out_of_memory)}."
             )
+        if len(contender.versions) > 1:
+            yield (
+                f"{contender.name} was measured in several versions "
+                f"({', '.join(contender.versions)}): its figures mix them."
+            )
         yield from (f"{contender.name}: {caution}" for caution in contender.cautions)
 
 
