@@ -5,7 +5,14 @@ import sys
 import pytest
 
 from tailrace.bench import machine
-from tailrace.bench.machine import CpuTimes, cpu_times, describe, steal_share
+from tailrace.bench.machine import (
+    TICKS_PER_S,
+    CpuTimes,
+    cpu_times,
+    describe,
+    others_share,
+    steal_share,
+)
 
 
 def test_the_machine_is_described():
@@ -34,3 +41,13 @@ def test_steal_is_a_share_of_the_time_between():
     assert steal_share(CpuTimes(1000, 10), CpuTimes(1200, 20)) == pytest.approx(0.05)
     assert steal_share(CpuTimes(1000, 10), CpuTimes(1000, 10)) is None
     assert steal_share(None, CpuTimes(1, 1)) is None
+
+
+def test_what_is_neither_ours_nor_idle_nor_stolen_is_others():
+    before, after = CpuTimes(1000, 10, 500), CpuTimes(2000, 110, 800)
+    own_s = 350 / TICKS_PER_S
+    assert others_share(before, after, own_s) == pytest.approx(0.25)
+    assert others_share(before, after, 2 * own_s) == 0
+    assert others_share(before, before, 0.0) is None
+    assert others_share(before, after, None) is None
+    assert others_share(None, after, 0.0) is None

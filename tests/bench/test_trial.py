@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from dataclasses import dataclass
 
 import msgspec
 import pytest
 
+from tailrace.bench import machine
 from tailrace.bench.limits import read_limit
+from tailrace.bench.machine import CpuTimes
 from tailrace.bench.monitor import Reading, read_readings
 from tailrace.bench.prompts import Prompt
 from tailrace.bench.records import read_records
@@ -44,11 +47,12 @@ class FakeMonitor:
 
     values: dict[str, list[float]]
     breaks: bool = False
+    source: str = "server"
 
     async def watch(self, elapsed_s, on_reading):
         for number in range(len(next(iter(self.values.values())))):
             reading = {name: values[number] for name, values in self.values.items()}
-            on_reading(Reading("server", elapsed_s(), reading))
+            on_reading(Reading(self.source, elapsed_s(), reading))
             if self.breaks:
                 raise RuntimeError("no such gauge")
             await asyncio.sleep(0.02)
@@ -220,6 +224,17 @@ def test_a_monitor_that_breaks_off_is_said(tmp_path):
     run, *_ = trial(tmp_path, work(spread()), monitor=monitor)
     assert run.verdict.is_valid
     assert any("no such gauge" in caution for caution in run.verdict.cautions)
+
+
+@pytest.mark.parametrize("cores", [0.0, 1e9])
+def test_cpu_time_that_is_neither_the_servers_nor_ours_is_said(tmp_path, monkeypatch, cores):
+    """The kernel counts 10,000 ticks, all busy; the server has used none of them, or all."""
+    counted = iter([CpuTimes(0, 0, 0), CpuTimes(10_000, 0, 0)])
+    monkeypatch.setattr(machine, "cpu_times", lambda: next(counted))
+    monitor = FakeMonitor({"cpu_cores": [math.nan, cores, cores]}, source="process")
+    run, *_ = trial(tmp_path, work(spread()), monitor=monitor)
+    said = any("neither the server nor the client" in text for text in run.verdict.cautions)
+    assert said == (not cores)
 
 
 @pytest.mark.slow

@@ -52,8 +52,7 @@ def test_a_calm_run_of_right_lengths_is_valid_without_a_word():
         ({"status": "short", "output_tokens": 3}, "3 ended early"),
         (
             {"status": "http", "http_status": 400, "error": "HTTP 400: prompt is too long"},
-            "3 of 200 requests were refused as wrong ones, not for want of room (bound 1%), the "
-            "first with: HTTP 400: prompt is too long",
+            "3 of 200 requests were refused as wrong ones, not for want of room (bound 1%)",
         ),
         ({"cached_tokens": 100}, "300 of 20000 prompt tokens cached"),
         (
@@ -86,6 +85,14 @@ def test_one_in_a_hundred_is_borne(changes):
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_server_without_room_is_measured(status):
     assert verdict(many(wrong=50, status="http", http_status=status)).is_valid
+
+
+def test_a_machine_that_others_use_is_a_caution():
+    for share in (None, 0.0, 0.1):
+        assert verdict(many(), others_share=share).cautions == ()
+    found = verdict(many(), others_share=0.43)
+    assert found.is_valid
+    assert "43% of this machine's CPU time went to programs that are neither" in found.cautions[0]
 
 
 def test_tokens_that_come_several_at_once_are_said():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
 STAT = Path("/proc/stat")
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 MEMINFO = Path("/proc/meminfo")
 GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 
@@ -87,3 +88,20 @@ def steal_share(before: CpuTimes | None, after: CpuTimes | None) -> float | None
     if before is None or after is None or after.total <= before.total:
         return None
     return (after.stolen - before.stolen) / (after.total - before.total)
+
+
+def others_share(
+    before: CpuTimes | None, after: CpuTimes | None, own_s: float | None
+) -> float | None:
+    """Return the share of CPU time that neither we nor other guests used, nor was idle.
+
+    Args:
+        before: At the start.
+        after: At the end.
+        own_s: CPU seconds in between of what is measured and what measures it; None: not known.
+    """
+    if before is None or after is None or own_s is None or after.total <= before.total:
+        return None
+    idle, stolen = after.idle - before.idle, after.stolen - before.stolen
+    total = after.total - before.total
+    return max((total - idle - stolen - own_s * TICKS_PER_S) / total, 0.0)

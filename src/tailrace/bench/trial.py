@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import Counter
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -144,7 +146,7 @@ async def run_trial(
     """
     _make(folder)
     processes = options.processes or _processes(work)
-    before = machine.cpu_times()
+    before, began_s, own_s = machine.cpu_times(), monotonic(), time.process_time()
     with _Files(folder) as files:
         loader = loader_for(
             server.endpoint,
@@ -161,9 +163,13 @@ async def run_trial(
         finally:
             watcher.cancel()
             (broken,) = await asyncio.gather(watcher, return_exceptions=True)
+    after, took_s, own_s = machine.cpu_times(), monotonic() - began_s, time.process_time() - own_s
+    if processes > 1:
+        own_s += loader.cpu_s
     observed = Observed(
         loop_lags_s=loader.lags_s,
-        steal_share=machine.steal_share(before, machine.cpu_times()),
+        steal_share=machine.steal_share(before, after),
+        others_share=machine.others_share(before, after, files.cpu_s(took_s, own_s)),
         is_interrupted=stop.is_set(),
         planned_requests=loader.state.total,
         client_faults=tuple(loader.faults),
@@ -281,6 +287,12 @@ class _Files:
     def __exit__(self, *_: object) -> None:
         self._records.close()
         self._monitor.close()
+
+    def cpu_s(self, took_s: float, client_s: float) -> float | None:
+        """Return the CPU time of server and client; None where the server's is not read."""
+        cores = self.scrapes.get("process", Scrape()).values.get("cpu_cores", ())
+        known = [value for value in cores if not math.isnan(value)]
+        return client_s + fmean(known) * took_s if known else None
 
     def keep(self, record: Record) -> None:
         """Keep one record."""

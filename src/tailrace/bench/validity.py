@@ -24,7 +24,7 @@ WRONG_LENGTH_SHARE = 0.01
 REFUSED_SHARE = 0.01
 """Requests that the server may turn away as wrong ones."""
 OVERLOADED = frozenset({408, 425, 429})
-"""Statuses of 400 to 499 by which a server says that it is too busy, not that the request is bad."""
+"""Statuses of 400 to 499 that do not say that the request is a wrong one."""
 MERGED_TOKENS = 1.2
 """Tokens a chunk from which on the gaps between chunks are not those between tokens."""
 CACHED_SHARE = 0.01
@@ -33,6 +33,8 @@ STEAL_CAUTION_SHARE = 0.05
 """CPU time that the hypervisor may have taken away before a caution is due."""
 STEAL_SHARE = 0.1
 """And before the run is invalid: a tenth of the time, nobody here was measured."""
+OTHERS_SHARE = 0.1
+"""CPU time of this machine that programs other than client and server may use."""
 SLOW_GOVERNORS = frozenset({"powersave", "ondemand", "conservative", "schedutil"})
 """Linux's CPU frequency governors that let an idle CPU slow down."""
 
@@ -73,6 +75,8 @@ class Observed:
     """Closed loop: nothing that is due later is sent."""
     server: Scrape = field(default_factory=Scrape)
     """The server's own counters over the run."""
+    others_share: float | None = None
+    """CPU time of this machine that went neither to the client nor to the server; None: unknown."""
     governor: str = ""
     """Of the client's CPU frequency; empty where the system does not tell."""
     monitor_fault: str = ""
@@ -102,6 +106,7 @@ def judge(
         _idle_users(records, observed),
         _merged(records),
         _blind(observed.monitor_fault),
+        _not_alone(observed.others_share),
         _slow_clock(observed.governor),
     ]
     return Verdict(tuple(filter(None, reasons)), tuple(filter(None, cautions)))
@@ -292,6 +297,15 @@ def _merged(records: Sequence[Record]) -> str:
 
 def _blind(fault: str) -> str:
     return f"the monitor broke off before the run's end ({fault})" if fault else ""
+
+
+def _not_alone(share: float | None) -> str:
+    if share is None or share <= OTHERS_SHARE:
+        return ""
+    return (
+        f"{share:.0%} of this machine's CPU time went to programs that are neither the server nor "
+        "the client: whatever ran on these cores was slower for it; measure on a quiet machine"
+    )
 
 
 def _slow_clock(governor: str) -> str:
