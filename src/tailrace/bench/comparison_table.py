@@ -9,6 +9,7 @@ from rich.box import SIMPLE
 from rich.markup import escape
 from rich.table import Table
 
+from tailrace.bench.cautions import search_cautions, trial_cautions
 from tailrace.bench.progress import seconds
 from tailrace.bench.records import read_records
 from tailrace.bench.stats import summarise
@@ -35,6 +36,8 @@ def print_comparison(comparison: Comparison, folder: Path, console: Console) -> 
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     if any(trial.phase == "steady" for trial in comparison.trials):
         console.print(steady_table(comparison, folder))
+    for line in (*search_cautions(comparison), *trial_cautions(comparison)):
+        console.print(f"note: {line}", highlight=False, soft_wrap=True, markup=False)
 
 
 def rate_table(comparison: Comparison) -> Table:

@@ -35,6 +35,8 @@ STEAL_SHARE = 0.1
 """And before the run is invalid: a tenth of the time, nobody here was measured."""
 OTHERS_SHARE = 0.1
 """CPU time of this machine that programs other than client and server may use."""
+FEW = "P99 of a request's latency is simply the slowest of them"
+"""What a caution says of a run of few requests."""
 SLOW_GOVERNORS = frozenset({"powersave", "ondemand", "conservative", "schedutil"})
 """Linux's CPU frequency governors that let an idle CPU slow down."""
 
@@ -321,7 +323,7 @@ def _few(stats: Stats) -> str:
     ended = stats.requests - stats.cancelled
     if not 0 < ended < 100:
         return ""
-    return f"{ended} requests: P99 of a request's latency is simply the slowest of them"
+    return f"{ended} requests: {FEW}"
 
 
 def _some_stolen(share: float | None) -> str:

@@ -102,6 +102,17 @@ def test_one_contender_alone_is_measured_and_not_compared(changed):
     assert "tailrace holds 1.5 requests/s on 1 x H200" in said.sentence
 
 
+def test_the_cautions_of_searches_and_trials_stand_at_the_top(changed):
+    def change(comparison):
+        comparison.searches[0].cautions = ["trials of 4 s are too short, which flatters the server"]
+        for trial in comparison.trials:
+            trial.reasons, trial.cautions = [], ["somebody else was here"]
+
+    said = cautions(changed(change))
+    assert any("1 x H200: 1 of 2 searches (llamacpp 1): trials of 4 s are too" in s for s in said)
+    assert any("valid trials (llamacpp" in s and "somebody else was here" in s for s in said)
+
+
 def test_a_contender_of_several_versions_is_named(changed):
     def change(comparison):
         comparison.contenders[1].versions = ["0.23.0", "0.24.0"]

@@ -10,6 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tailrace.bench.cautions import search_cautions, trial_cautions
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -81,7 +83,12 @@ def cautions(platforms: Sequence[PlatformFindings]) -> list[str]:
                 f"{platform.name}: {len(invalid)} of {len(platform.trials)} trials are invalid "
                 "and in no figure; they are listed with their reasons at the end."
             )
-        found += [f"{platform.name}: {text}" for text in _died(platform)]
+        told = (
+            *_died(platform),
+            *search_cautions(platform.comparison),
+            *trial_cautions(platform.comparison),
+        )
+        found += [f"{platform.name}: {text}" for text in told]
     if len({platform.comparison.traffic for platform in platforms}) > 1:
         found.append(
             "The platforms were measured with different traffic: their rates cannot be compared "
