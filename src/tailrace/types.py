@@ -7,6 +7,8 @@ pickle. The front end owns text; the engine owns token ids. A request enters the
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 
@@ -210,6 +212,10 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     """With the first token, with the first one after a preemption, and with the last output."""
 
 
+FEW_DECODES = 32
+"""Their arithmetic hides behind reading weights of 4 bits."""
+
+
 class StepCosts(msgspec.Struct, frozen=True, array_like=True):
     """What a step costs on this machine, as last learnt; see engine/step_time.py for the form.
 
@@ -228,6 +234,60 @@ class StepCosts(msgspec.Struct, frozen=True, array_like=True):
     """Of each decode."""
     kv_s: float
     """Of each position that a decode attends to."""
+    prompts_apart: bool = False
+    """Whether prompts are multiplied by a copy of the weights of their own: then `token_s` and
+    `free_rows` are of prompt tokens alone, and what follows is not 0."""
+    prompts_s: float = 0.0
+    """Of a step with prompt tokens: their copy is read."""
+    decodes_s: float = 0.0
+    """Of a step with decodes: theirs is."""
+    crowd_s: float = 0.0
+    """Of each decode beyond `FEW_DECODES`: its arithmetic no longer hides behind that."""
+    late_token_s: float = 0.0
+    """Of each prompt token beyond twice `free_rows`, as well: what hides does not end at once."""
+
+    def seconds(self, tokens: float, pairs: float, decodes: int, context: float) -> float:
+        """Return the seconds of a step as `predict` does, of parts of tokens too, and never 0."""
+        return (
+            self.base_s
+            + self.arithmetic_s(tokens, decodes)
+            + self.attention_s * pairs
+            + self.decode_s * decodes
+            + self.kv_s * context
+            # These are 0 where one copy serves both.
+            + (self.prompts_s if tokens > 0.0 else 0.0)
+            + (self.decodes_s if decodes else 0.0)
+            + self.crowd_s * max(0, decodes - FEW_DECODES)
+        )
+
+    def arithmetic_s(self, tokens: float, decodes: int) -> float:
+        """Return what prompt tokens beside decodes add, and decodes beyond the free rows."""
+        rows = tokens if self.prompts_apart else tokens + decodes
+        late = self.late_token_s * max(0.0, rows - 2 * self.free_rows)
+        return self.token_s * max(0.0, rows - self.free_rows) + late
+
+    def tokens_within(self, seconds: float, depth: float, decodes: int) -> float:
+        """Return how many prompt tokens, at most, add so many seconds to a step of decodes.
+
+        Args:
+            seconds: That they may add; what any prompt adds is not among them.
+            depth: Positions that each of them attends to.
+            decodes: Of the step.
+        """
+        beside = 0 if self.prompts_apart else decodes
+        fitting, taken_s = 0.0, 0.0
+        slope_s = self.attention_s * depth
+        for rows, steeper_s in (
+            (self.free_rows, self.token_s),
+            (2 * self.free_rows, self.late_token_s),
+            (math.inf, 0.0),
+        ):
+            here = max(fitting, rows - beside)
+            if slope_s and taken_s + slope_s * (here - fitting) > seconds:
+                return fitting + max(0.0, seconds - taken_s) / slope_s
+            taken_s += slope_s * (here - fitting) if slope_s else 0.0
+            fitting, slope_s = here, slope_s + steeper_s
+        return math.inf
 
     def predict(
         self, prefill_tokens: int, prefill_context: int, decodes: int, decode_context: int
@@ -240,16 +300,9 @@ class StepCosts(msgspec.Struct, frozen=True, array_like=True):
             decodes: Sequences that get their next token.
             decode_context: Positions that those attend to, summed.
         """
-        rows = prefill_tokens + decodes
-        if not rows:
+        if not prefill_tokens + decodes:
             return 0.0
-        return (
-            self.base_s
-            + self.token_s * max(0, rows - self.free_rows)
-            + self.attention_s * prefill_context
-            + self.decode_s * decodes
-            + self.kv_s * decode_context
-        )
+        return self.seconds(prefill_tokens, prefill_context, decodes, decode_context)
 
 
 def attended(start: int, end: int) -> int:

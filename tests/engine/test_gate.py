@@ -18,15 +18,23 @@ from tailrace.types import EngineRequest, SamplingParams, StepCosts
 COSTS = StepCosts(
     base_s=8e-3, token_s=4e-5, free_rows=64, attention_s=2e-9, decode_s=5e-5, kv_s=1e-8
 )
+APART = StepCosts(
+    base_s=1e-3, token_s=2e-5, free_rows=96, attention_s=2e-9, decode_s=5e-5, kv_s=1e-8,
+    prompts_apart=True, prompts_s=4e-3, decodes_s=2e-3, crowd_s=3e-5, late_token_s=1e-5,
+)  # fmt: skip
+"""Prompts by a copy of the weights of their own."""
 BUDGET = 256
 
 
 class Simulation:
     """A house whose steps take what the model predicts; `now_s` is its clock."""
 
-    def __init__(self, *, slots=8, units=20_000, target_s=0.0, max_ttft_s=0.0, cache=False):
+    def __init__(
+        self, *, slots=8, units=20_000, target_s=0.0, max_ttft_s=0.0, cache=False, costs=COSTS
+    ):
         model = StepTimeModel()
-        model.start(COSTS, np.ones(5))
+        model.start(costs, np.ones(9 if costs.prompts_apart else 5))
+        self.costs = costs
         pace = Pace(model, target_s, BUDGET // 8, lambda _, tokens: tokens) if target_s else None
         self.scheduler = Scheduler(
             BlockManager(units, 8, prefix_cache=cache),
@@ -66,7 +74,7 @@ class Simulation:
 
     def step(self):
         step = self.scheduler.schedule()
-        self.now_s += COSTS.predict(
+        self.now_s += self.costs.predict(
             step.load.prefill_tokens,
             step.load.prefill_context,
             step.load.decodes,
@@ -122,10 +130,11 @@ def test_alone_a_first_token_is_predicted_to_the_step(prompt):
     assert own.predicted_ttft_s == pytest.approx(actual_s, rel=0.01)
 
 
+@pytest.mark.parametrize("costs", [COSTS, APART], ids=["one copy", "two copies"])
 @pytest.mark.parametrize("target_s", [0.0, 0.012])
-def test_beside_streams_and_other_prompts_it_is_predicted_within_a_twentieth(target_s):
+def test_beside_streams_and_other_prompts_it_is_predicted_within_a_twentieth(target_s, costs):
     def crowded(seed):
-        simulation = Simulation(slots=64, target_s=target_s)
+        simulation = Simulation(slots=64, target_s=target_s, costs=costs)
         crowd(simulation, seed, 12)
         return simulation
 

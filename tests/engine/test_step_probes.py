@@ -52,9 +52,14 @@ def timed(probes, most_s=100.0, units=4096, fail_when=None):
 @pytest.mark.parametrize("budget", [64, 1024])
 @pytest.mark.parametrize("context", [16, 512, 8192])
 @pytest.mark.parametrize("kv_tokens", [512, 32768])
-def test_every_shape_fits_the_engine_it_is_for(slots, budget, context, kv_tokens):
+@pytest.mark.parametrize("apart", [False, True], ids=["one copy", "two copies"])
+def test_every_shape_fits_the_engine_it_is_for(slots, budget, context, kv_tokens, apart):
     probes = choose(
-        max_batch_size=slots, token_budget=budget, context_length=context, kv_tokens=kv_tokens
+        max_batch_size=slots,
+        token_budget=budget,
+        context_length=context,
+        kv_tokens=kv_tokens,
+        prompts_apart=apart,
     )
     assert len(probes) == len(set(probes))
     for probe in probes:
@@ -92,3 +97,11 @@ def test_probes_end_with_their_time_but_two_are_always_there():
     probes = choose(max_batch_size=32, token_budget=512, context_length=4096, kv_tokens=30000)
     assert len(timed(probes, most_s=0.0)) == 2
     assert 2 < len(timed(probes, most_s=0.1)) < len(probes)
+
+
+def test_two_copies_are_timed_together_early_and_decodes_where_their_arithmetic_begins_to_show():
+    asked = {"token_budget": 1024, "context_length": 8192, "kv_tokens": 10**6}
+    probes = choose(max_batch_size=128, prompts_apart=True, **asked)
+    assert any(probe.decodes and probe.tokens for probe in probes[:3])
+    assert Probe(decodes=32, context=64) in probes
+    assert set(choose(max_batch_size=128, **asked)) < set(probes)

@@ -164,13 +164,16 @@ class _Walk:
 
     def close_step(self) -> None:
         """Let a step end that prompts do not fill."""
-        filled, hidden = self._filled, max(0, self._costs.free_rows - self._decodes)
+        filled, costs = self._filled, self._costs
         if filled > _TOUCH:
             self._go(1.0 - filled, 0.0, 0.0)
             # So much of a full step's arithmetic was counted; a smaller step hides more of it.
-            beyond = max(0.0, filled * self._last_room - hidden)
-            counted = filled * max(0.0, self._last_room - hidden)
-            self.seconds -= self._costs.token_s * (counted - beyond)
+            counted = filled * costs.arithmetic_s(self._last_room, self._decodes)
+            alone = (1.0 - filled) * costs.arithmetic_s(0.0, self._decodes)
+            self.seconds += costs.arithmetic_s(filled * self._last_room, self._decodes)
+            self.seconds -= counted + alone
+            # That it has prompts at all is paid whole.
+            self.seconds += (1.0 - filled) * costs.prompts_s
         self._filled = 0.0
 
     def end(self, places: int) -> None:
@@ -207,14 +210,7 @@ class _Walk:
 
     def _step_s(self, tokens: float, pairs: float, context: float) -> float:
         """As `StepCosts.predict`, for parts of tokens, and for steps that have but begun."""
-        costs = self._costs
-        return (
-            costs.base_s
-            + costs.token_s * max(0.0, tokens + self._decodes - costs.free_rows)
-            + costs.attention_s * pairs
-            + costs.decode_s * self._decodes
-            + costs.kv_s * context
-        )
+        return self._costs.seconds(tokens, pairs, self._decodes, context)
 
     def _note_ends(self) -> None:
         while self._ends and self._ends[0][0] <= self._steps + _TOUCH:
@@ -231,12 +227,6 @@ class _Walk:
         most = max(1.0, house.token_budget - self._decodes)
         if not house.target_s or not self._decodes:
             return most
-        spare_s = house.target_s - self._step_s(0.0, 0.0, self._context)
-        shallow_s = costs.attention_s * depth
-        hidden = max(0, costs.free_rows - self._decodes)
-        if shallow_s * hidden < spare_s:
-            slope_s = costs.token_s + shallow_s
-            fitting = hidden + (spare_s - shallow_s * hidden) / slope_s if slope_s else most
-        else:
-            fitting = spare_s / shallow_s if shallow_s else 0.0
+        spare_s = house.target_s - self._step_s(0.0, 0.0, self._context) - costs.prompts_s
+        fitting = costs.tokens_within(max(0.0, spare_s), depth, self._decodes)
         return min(most, max(float(house.least_tokens), fitting))

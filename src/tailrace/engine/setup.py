@@ -52,6 +52,8 @@ class Loaded:
     grammars: GrammarCompiler | None
     step_time: StepTimeModel = field(default_factory=StepTimeModel)
     host: HostMemory | None = None
+    prompts_apart: bool = False
+    """Whether prompts go by a copy of the weights of their own."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,7 @@ def _load_on_gpu(
         context_length=context,
         device=device,
         grammars=compiler,
+        prompts_apart=runner.prefill_weights != "same",
     )
 
 
@@ -465,16 +468,20 @@ def fit_step_time(
         token_budget=token_budget(config),
         context_length=loaded.context_length,
         kv_tokens=tokens if config.gpus else tokens // _CPU_PROBE_SHARE,
+        prompts_apart=loaded.prompts_apart,
     )
     run = ProbeRun(loaded.runner, blocks, submit=submit, clock=monotonic)
     samples = run.run(probes, _PROBES_S)
-    costs = loaded.step_time.fit(samples)
+    costs = loaded.step_time.fit(samples, prompts_apart=loaded.prompts_apart)
     errors = [load.seconds(costs) / seconds - 1.0 for load, seconds in samples]
     log.info(
         "step_time_fitted",
         probes=len(samples),
         largest_error=round(max(map(abs, errors)), 3),
-        **{name: float(f"{value:.3g}") for name, value in msgspec.structs.asdict(costs).items()},
+        **{
+            name: value if isinstance(value, bool) else float(f"{value:.3g}")
+            for name, value in msgspec.structs.asdict(costs).items()
+        },
     )
     return samples
 

@@ -19,7 +19,7 @@ import structlog
 from tailrace.engine.scheduler import Chunk, Step
 from tailrace.engine.sequence import Sequence
 from tailrace.errors import DeviceMemoryError
-from tailrace.types import SamplingParams
+from tailrace.types import FEW_DECODES, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +53,12 @@ class Probe:
 
 
 def choose(
-    *, max_batch_size: int, token_budget: int, context_length: int, kv_tokens: int
+    *,
+    max_batch_size: int,
+    token_budget: int,
+    context_length: int,
+    kv_tokens: int,
+    prompts_apart: bool = False,
 ) -> list[Probe]:
     """Return the shapes to time, the most telling first, such that each term of the fit varies.
 
@@ -62,6 +67,8 @@ def choose(
         token_budget: Most rows of a step.
         context_length: Most tokens of one sequence.
         kv_tokens: Of KV that a step may hold at once.
+        prompts_apart: Whether prompts go by a copy of the weights of their own: then a step of both
+            kinds costs what neither tells alone, and decodes' arithmetic shows beyond a few.
     """
     most = max_batch_size
 
@@ -91,6 +98,12 @@ def choose(
     beside = min(whole, token_budget - most)
     if others and beside > 0:
         probes.append(Probe(decodes=others, context=long(most), tokens=beside))
+    if prompts_apart:
+        some = min(others, FEW_DECODES)
+        if some and beside > 0:
+            probes.insert(2, Probe(decodes=some, context=few, tokens=max(1, beside // 4)))
+        if most > FEW_DECODES:
+            probes.insert(4, Probe(decodes=FEW_DECODES, context=few))
     return list(dict.fromkeys(probes))
 
 

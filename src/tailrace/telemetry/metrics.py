@@ -378,7 +378,9 @@ def _step_costs(stats: EngineStats) -> Iterator[Metric]:
     costs = GaugeMetricFamily(
         f"{PREFIX}engine_step_cost_seconds",
         "Of a step (base), of a row beyond the free ones (token), of a decode, and of a position "
-        "that a prompt's token (attention) or a decode (kv) attends to",
+        "that a prompt's token (attention) or a decode (kv) attends to; where a copy of the "
+        "weights serves prompts, also of a step with prompts and one with decodes, of each decode "
+        "beyond 32 (crowd), and of a prompt's token beyond twice the free ones (late_token)",
         labels=["term"],
     )
     for term, value in msgspec.structs.asdict(stats.step_costs).items():
