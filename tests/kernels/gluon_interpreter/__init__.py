@@ -1,0 +1,20 @@
+"""Gluon's kernels for Hopper on the CPU: the kernels' own source, run against a strict machine.
+
+Triton's interpreter does not know Gluon, and what goes wrong in such a kernel is seldom arithmetic:
+a wait too few, a slot handed back too early. So the machine here keeps the account of who may touch
+which bytes of shared memory when, and lets the kernel's warps run in an order drawn from a seed.
+
+    values          arrays and pointers in registers
+    shared_memory   where an element lies (layouts, swizzles); who wrote and read it, and who knows
+    machine         partitions and their turns, barriers, copies and products in flight
+    language        gl, tma, mbarrier, warpgroup_mma ... as kernels call them
+    launcher        a kernel's functions with their globals replaced; its grid
+
+What is *not* modelled: time, registers, how layouts spread a tensor over threads (compiled ahead,
+see tests/kernels/compile_ahead.py), races in global memory, clusters.
+"""
+
+from tests.kernels.gluon_interpreter.launcher import Interpreter
+from tests.kernels.gluon_interpreter.values import GluonFaultError
+
+__all__ = ["GluonFaultError", "Interpreter"]

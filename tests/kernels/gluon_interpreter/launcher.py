@@ -1,0 +1,168 @@
+"""A kernel of Gluon as a test launches it on the CPU: the same source, other globals."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import random
+from functools import wraps
+from types import FunctionType
+from typing import TYPE_CHECKING
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tests.kernels.gluon_interpreter.copies import Descriptor
+from tests.kernels.gluon_interpreter.language import Language, Where
+from tests.kernels.gluon_interpreter.machine import Machine
+from tests.kernels.gluon_interpreter.values import (
+    Array,
+    GluonFaultError,
+    InFlight,
+    Memory,
+    Pointer,
+    array,
+    plain,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl"})
+
+
+class Interpreter:
+    """Stands for a kernel: `Interpreter(kernel, seed=1)[grid](...)`.
+
+    Args:
+        kernel: A function of `gluon.jit`.
+        seed: Of the schedule: which programs, partitions and copies go first.
+        undefined_reads: Names of functions that may load shared memory while others write it, since
+            they throw such values away; they get poison.
+        late: Names of arguments that the kernel before writes, of a dependent launch.
+    """
+
+    def __init__(
+        self,
+        kernel: GluonJITFunction,
+        *,
+        seed: int = 0,
+        undefined_reads: Iterable[str] = (),
+        late: Iterable[str] = (),
+    ) -> None:
+        self._kernel, self._seed = kernel, seed
+        self._undefined_reads, self._late = frozenset(undefined_reads), frozenset(late)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: object, **kwargs: object) -> None:
+            self._launch(tuple(grid), args, kwargs)
+
+        return launch
+
+    def _launch(
+        self, grid: tuple[int, ...], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
+        options = {name: kwargs.pop(name) for name in _OPTIONS & set(kwargs)}
+        given = inspect.signature(self._kernel.fn).bind(*args, **kwargs)
+        given.apply_defaults()
+        constants = {p.name for p in self._kernel.params if p.is_constexpr}
+        values = {
+            name: plain(value) if name in constants else _argument(name, value)
+            for name, value in given.arguments.items()
+        }
+        late = self._late if options.get("launch_pdl") else frozenset()
+        programs = list(itertools.product(*map(range, grid)))
+        random.Random(self._seed).shuffle(programs)
+        whole_grid = (*grid, 1, 1, 1)[:3]
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # else each partition's thread starts as many of its own
+        try:
+            for program in programs:
+                machine = Machine(f"{self._seed} {program}")
+                where = Where((*program, 0, 0, 0)[:3], whole_grid)
+                warps = int(options.get("num_warps", 4))
+                language = Language(machine, where, self._undefined_reads, late, warps)
+                try:
+                    Clones(language).of(self._kernel)(**values)
+                    machine.check_end()
+                except GluonFaultError as error:
+                    error.add_note(f"program {program} of {grid}, seed {self._seed}")
+                    raise
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _argument(name: str, value: object) -> object:
+    """Return what a kernel gets for an argument."""
+    if isinstance(value, torch.Tensor):
+        memory = Memory.of(name, value)
+        return Pointer(memory, torch.tensor(memory.low))
+    if isinstance(value, TensorDescriptor):
+        return Descriptor.of(name, value)
+    return None if value is None else array(value)
+
+
+class Clones:
+    """A kernel's functions, and those they call, over the interpreter's builtins."""
+
+    def __init__(self, language: Language) -> None:
+        self._language = language
+        self._functions: dict[int, Callable[..., object]] = {}
+        self._globals: dict[int, dict[str, object]] = {}
+
+    def of(self, jitted: GluonJITFunction) -> Callable[..., object]:
+        """Return a function as Python may call it."""
+        if id(jitted) not in self._functions:
+            theirs = jitted.fn
+            ours = FunctionType(
+                theirs.__code__, self._replaced(theirs.__globals__), theirs.__name__,
+                theirs.__defaults__, theirs.__closure__,
+            )  # fmt: skip
+            ours.__kwdefaults__ = theirs.__kwdefaults__
+            constants = {p.name for p in jitted.params if p.is_constexpr}
+            self._functions[id(jitted)] = _guarded(ours, inspect.signature(theirs), constants)
+        return self._functions[id(jitted)]
+
+    def _replaced(self, theirs: dict[str, object]) -> dict[str, object]:
+        """Return a module's globals as a kernel sees them here."""
+        if id(theirs) not in self._globals:
+            ours = dict(theirs)
+            self._globals[id(theirs)] = ours
+            for name, value in theirs.items():
+                ours[name] = self._value(name, value)
+            ours["range"] = self._language.range
+        return self._globals[id(theirs)]
+
+    def _value(self, name: str, value: object) -> object:
+        if isinstance(value, GluonJITFunction):
+            return self.of(value)
+        if isinstance(value, gl.constexpr):
+            return plain(value)
+        known = self._language.replaced.get(id(value))
+        if known is None and getattr(value, "__triton_builtin__", False):
+            return _unknown(name)
+        return value if known is None else known
+
+
+def _unknown(name: str) -> Callable[..., None]:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise GluonFaultError(f"{name} is not known here")
+
+    return refuse
+
+
+def _guarded(
+    function: Callable[..., object], signature: inspect.Signature, constants: set[str]
+) -> Callable[..., object]:
+    """Return a function that refuses values of run time where constants are wanted."""
+
+    @wraps(function)
+    def call(*args: object, **kwargs: object) -> object:
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            if name in constants and isinstance(value, Array | Pointer | InFlight):
+                raise GluonFaultError(f"{function.__name__}: {name} is no constant: {value!r}")
+        return function(*args, **kwargs)
+
+    return call
