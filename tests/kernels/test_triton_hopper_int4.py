@@ -1,7 +1,7 @@
 """Hopper's kernel over 4-bit weights: how work is cut, where it runs, and on a GPU what it gives.
 
-The interpreter knows no Gluon, so what the kernel computes is seen on a GPU alone, here and, with
-every candidate under a timeout, by benchmarks/gpu_int4.py; test_compile_ahead compiles it.
+What the kernel computes is seen on the CPU in our interpreter of Gluon, and on a GPU, here and,
+with every candidate under a timeout, by benchmarks/gpu_int4.py; test_compile_ahead compiles it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tailrace.kernels.dependent_launch import dependent_launches
 from tailrace.kernels.linear import int4_linear
 from tailrace.kernels.linear.int4 import quantize_groups
 from tailrace.kernels.linear.int4_linear import has_hopper_kernel, rows_by_triton
+from tailrace.kernels.linear.packed_int4 import PackedInt4
 from tailrace.kernels.linear.workspace import Workspace
 
 hopper = pytest.importorskip(
@@ -25,6 +27,10 @@ SHAPES = sorted(
         for shape in shapes
     }
 )
+gluon_interpreter = pytest.importorskip(
+    "tests.kernels.gluon_interpreter", reason="Triton with Gluon is not installed"
+)
+
 LAYERS = [(48, 1), (4608, 28), (3584, 28), (37888, 28), (3584, 148), (200, 10), (257, 3)]
 """Outputs, chunks."""
 
@@ -149,6 +155,66 @@ def test_a_layer_gives_each_number_of_rows_to_its_kernel(monkeypatch):
         ("Triton", 16), ("Triton", 16), ("Hopper", 17), ("Triton", 17), ("Hopper", 128),
         ("Triton", 128), ("Hopper", 128), ("Hopper", 128), ("Hopper", 44),
     ]  # fmt: skip
+
+
+NAN = float("nan")
+MULTIPROCESSORS = 3
+KERNEL = hopper.int4_hopper_kernel
+
+
+def interpreted(monkeypatch, seed, rows, chunk, shape, *, dependent=False):
+    """Return a product of a small layer by the kernel on the CPU, and in float64."""
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: MULTIPROCESSORS)
+    late = {"x_desc", "out_ptr", "part_ptr", "arrivals"}
+    monkeypatch.setattr(
+        hopper, "int4_hopper_kernel", gluon_interpreter.Interpreter(KERNEL, seed=seed, late=late)
+    )
+    dtype = torch.bfloat16 if chunk == 128 else torch.float16
+    outputs, inputs = 300, 6 * chunk
+    weight = quantize_groups(torch.randn(outputs, inputs) * inputs**-0.5, chunk)
+    bias = torch.randn(outputs).to(dtype)
+    whole = torch.full((rows + 40, inputs), NAN).to(dtype)
+    whole[:rows] = torch.randn(rows, inputs)
+    parts = hopper.reserved_parts(outputs, 6, torch.device("cpu"))
+    workspace = Workspace(torch.device("cpu"), dtype)
+    workspace.reserve(outputs=outputs, splits=1, rows=rows, parts=parts)
+    out = torch.full((rows + 2, outputs), NAN, dtype=dtype)
+    with dependent_launches(on=dependent):
+        hopper.int4_hopper(
+            whole[:rows], PackedInt4.of(weight, "cpu"), bias, scratch=workspace.scratch,
+            shape=shape, out_TO=out[1:-1],
+        )  # fmt: skip
+    assert not workspace.scratch.arrivals.any(), "the next launch finds arrivals"
+    assert bool(out[[0, -1]].isnan().all()), "rows beyond the result are written"
+    truth = whole[:rows].double() @ weight.dequantize().double().t() + bias.double()
+    return out[1:-1], truth
+
+
+INTERPRETED = [
+    (block, chunk, shape)
+    for block, shapes in hopper.CANDIDATES.items()
+    for chunk, shape in zip((64, 128) * len(shapes), shapes, strict=False)
+    if shape.least_span == (4 if chunk == 64 else 7)
+]
+"""Each order of each tile of rows, in one of two groups and halves."""
+
+
+@pytest.mark.parametrize(("block", "chunk", "shape"), INTERPRETED, ids=str)
+def test_in_the_interpreter_it_equals_the_product(monkeypatch, block, chunk, shape):
+    y, truth = interpreted(monkeypatch, block + chunk, block - 3, chunk, shape)
+    error = float((y.double() - truth).norm() / truth.norm())
+    assert error < (0.003 if y.dtype == torch.bfloat16 else 0.0004)
+
+
+def test_sums_are_the_same_bits_in_whatever_order_programs_and_copies_come(monkeypatch):
+    """Also where it starts before the kernel before has ended, whose results it does not touch."""
+    shape = hopper.HopperShape(1, 2, 4)
+    seen = []
+    for seed in range(5):
+        torch.manual_seed(3)
+        y, _ = interpreted(monkeypatch, seed, 20, 128, shape, dependent=seed > 2)
+        seen.append(y)
+    assert all(torch.equal(seen[0], y) for y in seen[1:])
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What the kernels' pieces of assembler mean: a Python function for each text, others are unknown."""
+"""What the kernels' pieces of assembler mean: a Python function for each text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of boxes between global and shared memory (TMA): asked for now, done at some later time."""
+"""Copies of boxes between global and shared memory (TMA): asked for now, done some time later."""
 
 from __future__ import annotations
 

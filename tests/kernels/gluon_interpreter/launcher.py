@@ -24,6 +24,7 @@ from tests.kernels.gluon_interpreter.values import (
     Memory,
     Pointer,
     array,
+    integer,
     plain,
 )
 
@@ -82,7 +83,7 @@ class Interpreter:
             for program in programs:
                 machine = Machine(f"{self._seed} {program}")
                 where = Where((*program, 0, 0, 0)[:3], whole_grid)
-                warps = int(options.get("num_warps", 4))
+                warps = integer(options.get("num_warps", 4))
                 language = Language(machine, where, self._undefined_reads, late, warps)
                 try:
                     Clones(language).of(self._kernel)(**values)

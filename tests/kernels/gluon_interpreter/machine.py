@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
+    from tests.kernels.gluon_interpreter.products import Product
+
 _MOST_STEPS = 1_000_000
 _MOOD_STEPS = 25
 
@@ -43,13 +45,13 @@ class Partition:
     """Events that happened before, a bit each."""
     unsynced: int = 0
     """Of its own, those that not all of its warps are past: until `thread_barrier`."""
-    products: deque[object] = field(default_factory=deque)
-    stores: deque[object] = field(default_factory=deque)
-    """Groups of copies to global memory."""
+    products: deque[Product] = field(default_factory=deque)
+    stores: deque[tuple[Copy, int]] = field(default_factory=deque)
+    """Copies to global memory, and their events."""
     waited: dict[Barrier, int] = field(default_factory=dict)
     """By barrier: the last phase that it has waited for."""
     blocked: Callable[[], bool] | None = None
-    waits_for: str = ""
+    waits_for: Callable[[], str] | None = None
     is_done: bool = False
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
@@ -190,12 +192,13 @@ class Machine:
                 self._perform(copy)
         self._switch(self._next())
 
-    def wait(self, test: Callable[[], bool], words: str) -> None:
-        """Go on once a test holds."""
+    def wait(self, test: Callable[[], bool], words: Callable[[], str]) -> None:
+        """Go on once a test holds; `words` says what for."""
         me = self.current
         self.pause()
         if not test():
-            me.blocked, me.waits_for = test, f"{words} at line {kernel_line()}"
+            line = kernel_line()
+            me.blocked, me.waits_for = test, lambda: f"{words()}, at line {line}"
             self._switch(self._next())
             me.blocked = None
 
@@ -222,9 +225,12 @@ class Machine:
                 weights = [self._favour.get(p, 1.0) for p in ready]
                 return self.random.choices(ready, weights)[0]
             if not self.copies:
-                waiting = [p for p in self.partitions if not p.is_done and p.waits_for]
-                told = "; ".join(f"{p.name} waits for {p.waits_for}" for p in waiting)
-                raise GluonFaultError(f"deadlock: {told}")
+                waiting = [
+                    f"{p.name} waits for {p.waits_for()}"
+                    for p in self.partitions
+                    if not p.is_done and p.waits_for is not None
+                ]
+                raise GluonFaultError(f"deadlock: {'; '.join(waiting)}")
             self._perform(self.random.choice(self.copies))
 
     def _switch(self, other: Partition) -> None:

@@ -14,7 +14,6 @@ from tests.kernels.gluon_interpreter.values import (
     Array,
     GluonFaultError,
     InFlight,
-    array,
     integer,
     plain,
     truth,
@@ -45,24 +44,22 @@ class Product:
     read: tuple[torch.Tensor, torch.Tensor] | None = None
     result: torch.Tensor | None = None
 
-    def read_operands(self) -> None:
-        """Take what lies in shared memory now."""
-        left = self.left.peek() if isinstance(self.left, View) else self.left.data
-        self.read = left, self.right.peek()
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what lay in shared memory when this was first asked for."""
+        if self.read is None:
+            left = self.left.peek() if isinstance(self.left, View) else self.left.data
+            self.read = left, self.right.peek()
+        return self.read
 
     def finish(self) -> None:
         """Compute it."""
-        if self.read is None:
-            self.read_operands()
-        left, right = self.read
+        left, right = self.operands()
         if left.dtype == torch.int8:
             total = (left.double() @ right.double()).long().int()
         else:
             total = left.float() @ right.float()
-        if self.adds:
-            before = self.acc.result if isinstance(self.acc, Product) else self.acc.data
-            total = before + total
-        self.result = total
+        before = self.acc.result if isinstance(self.acc, Product) else self.acc.data
+        self.result = before + total if self.adds and before is not None else total
 
 
 class Multiplier:
@@ -81,9 +78,13 @@ class Multiplier:
         precision: object = None,
         max_num_imprecise_acc: object = None,
         is_async: object = False,
-    ) -> InFlight | Array:
+    ) -> object:
         language = self._language
         language.machine.pause()
+        if not isinstance(acc, Array | InFlight) or not isinstance(b, View):
+            raise GluonFaultError(f"{a!r} x {b!r} + {acc!r}: the right side is shared memory")
+        if not isinstance(a, View | Array):
+            raise GluonFaultError(f"the left side of a product is {a!r}")
         _check(a, b, acc, language.me.warps)
         event = language.machine.event()
         for view in (a, b):
@@ -92,17 +93,15 @@ class Multiplier:
                     view.granules, language.me.known, language.machine.fenced
                 )
                 if racing:
-                    raise GluonFaultError(
-                        f"race: {language.words('a product', view)}, and {words}"
-                    )
+                    raise GluonFaultError(f"race: {language.words('a product', view)}, and {words}")
                 language.read(view, "a product", event, is_done=False)
         before = acc.product if isinstance(acc, InFlight) else acc
         product = Product(event, a, b, before, truth(use_acc))
         if language.machine.random.random() < 0.5:
-            product.read_operands()
+            product.operands()
         language.me.products.append(product)
-        pending = InFlight(product, list(acc.shape), acc.dtype, acc.type.layout)
-        return pending if truth(is_async) else self.wait(0, [pending])
+        pending = InFlight(product, acc.shape, acc.dtype, acc.layout)
+        return self.wait(0, [pending]) if not truth(is_async) else pending
 
     def wait(self, num_outstanding: object = 0, deps: Sequence[object] | None = None) -> object:
         language = self._language
@@ -125,12 +124,8 @@ def _settled(value: object) -> object:
     return value
 
 
-def _check(a: object, b: object, acc: object, warps: int) -> None:
+def _check(a: Array | View, b: View, acc: Array | InFlight, warps: int) -> None:
     """Refuse what the instruction does not take."""
-    if not isinstance(b, View) or not isinstance(a, View | Array):
-        raise GluonFaultError(f"operands {a!r} and {b!r}: the right one lies in shared memory")
-    if not isinstance(acc, InFlight):
-        array(acc)
     left = a.torch_dtype if isinstance(a, View) else a.data.dtype
     bits = left.itemsize * 8
     if left != b.torch_dtype or left not in (*_HALVES, *_FLOAT8, torch.int8):
@@ -138,10 +133,10 @@ def _check(a: object, b: object, acc: object, warps: int) -> None:
     if acc.dtype != (gl.int32 if left == torch.int8 else gl.float32):
         raise GluonFaultError(f"sums in {acc.dtype} of products of {left}")
     (m, k), (k2, n) = a.shape, b.shape
-    if k != k2 or list(acc.shape) != [m, n]:
-        raise GluonFaultError(f"shapes {a.shape} x {b.shape} + {list(acc.shape)}")
-    layout = plain(acc.type.layout)
-    if not isinstance(layout, gl.NVMMADistributedLayout) or list(layout.version)[0] != 3:
+    if k != k2 or acc.shape != [m, n]:
+        raise GluonFaultError(f"shapes {a.shape} x {b.shape} + {acc.shape}")
+    layout = plain(acc.layout)
+    if not isinstance(layout, gl.NVMMADistributedLayout) or layout.version != [3, 0]:
         raise GluonFaultError(f"sums in {layout}: an NVMMADistributedLayout of version 3 is wanted")
     rows, columns, inputs = layout.instr_shape
     if rows != 16 or inputs * bits != 256 or n % columns or k % inputs or columns > 256:
@@ -152,7 +147,11 @@ def _check(a: object, b: object, acc: object, warps: int) -> None:
         wanted = a.layout
         if not isinstance(wanted, gl.DotOperandLayout) or wanted.operand_index != 0:
             raise GluonFaultError(f"the left side lies in {wanted}")
-        if wanted.parent != layout:
+        # The columns of its instructions do not matter to the left side.
+        if (wanted.parent.version, wanted.parent.warps_per_cta) != (
+            layout.version,
+            layout.warps_per_cta,
+        ):
             raise GluonFaultError(f"the left side is laid out for {wanted.parent}, not {layout}")
     _check_order(a, 1, bits)
     _check_order(b, 0, bits)

@@ -19,7 +19,7 @@ its barrier is waited for.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
@@ -120,6 +120,8 @@ class Access:
     words: str
     by_store: list[int] = field(default_factory=list)
     """Of the events, those that the asynchronous side sees only after a fence."""
+    is_undefined: bool = False
+    """A read that takes what others may be storing, and throws it away."""
 
 
 @dataclass(eq=False)
@@ -151,7 +153,7 @@ class Allocation:
             GluonFaultError: Somebody uses or writes them who is not known to be done.
         """
         for earlier in (*self.reads, *self.writes):
-            if not earlier.granules & mask:
+            if not earlier.granules & mask or (by_store and earlier.is_undefined):
                 continue
             unknown = [x for x in earlier.events if not known >> x & 1]
             if unknown:
@@ -206,7 +208,7 @@ def _without(accesses: list[Access], mask: int) -> list[Access]:
     for access in accesses:
         left = access.granules & ~mask
         if left:
-            kept.append(Access(left, access.events, access.words, access.by_store))
+            kept.append(replace(access, granules=left))
     return kept
 
 
@@ -249,9 +251,7 @@ class View:
 
     def _part(self, key: object, addresses: torch.Tensor, name: str) -> View:
         if key not in self._known:
-            self._known[key] = View(
-                self.allocation, self.torch_dtype, addresses, self.layout, name
-            )
+            self._known[key] = View(self.allocation, self.torch_dtype, addresses, self.layout, name)
         return self._known[key]
 
     def index(self, index: object) -> View:

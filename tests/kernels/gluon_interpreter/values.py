@@ -17,6 +17,8 @@ from triton.experimental.gluon import language as gl
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from tests.kernels.gluon_interpreter.products import Product
+
 TORCH_DTYPES = {
     gl.int1: torch.bool,
     gl.int8: torch.int8,
@@ -49,7 +51,7 @@ def plain(value: object) -> object:
 
 def torch_dtype(dtype: object) -> torch.dtype:
     """Return torch's name of one of Triton's dtypes."""
-    known = TORCH_DTYPES.get(plain(dtype))  # type: ignore[call-overload]
+    known = TORCH_DTYPES.get(plain(dtype))
     if known is None:
         raise GluonFaultError(f"dtype {dtype} is not known here")
     return known
@@ -332,8 +334,10 @@ class Memory:
     def of(cls, name: str, tensor: torch.Tensor) -> Memory:
         flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
         span = zip(tensor.shape, tensor.stride(), strict=True)
-        extent = 1 + sum((size - 1) * stride for size, stride in span) if tensor.numel() else 0
-        return cls(name, flat, tensor.storage_offset(), tensor.storage_offset() + extent)
+        reach = sum((size - 1) * stride for size, stride in span)
+        extent = int(1 + reach) if tensor.numel() else 0
+        low = int(tensor.storage_offset())
+        return cls(name, flat, low, low + extent)
 
     def check(self, places: torch.Tensor) -> None:
         """Refuse places outside."""
@@ -379,7 +383,7 @@ class Pointer:
 class InFlight:
     """An accumulator whose product is not waited for: the next product may add to it, no more."""
 
-    product: object = field(repr=False)
+    product: Product = field(repr=False)
     shape: list[int]
     dtype: object
     layout: object
