@@ -1,6 +1,7 @@
 """What steps take on a GPU: the fit and its error by shape, pacing, late binding, lack of memory.
 
     python benchmarks/gpu_steps.py [--part fit] [--part pace] [--part late] [--part memory] [--tiny]
+        [--weights awq] [--prefill-weights fp8]
 
 fit     the shapes of the warm-up and others that it has not seen: measured, predicted, error
 pace    64 streams over 4500 tokens while prompts of 4200 tokens come, with and without a target:
@@ -10,8 +11,8 @@ late    prompts of 700 tokens at random times beside 32 streams, with and withou
 memory  KV that leaves graphs no room, so that some are given up at start, and then KV; a ballast
         that leaves a step of prompt log-probabilities no memory, and its release
 
-Qwen2.5-7B's shape with dummy weights, bfloat16; `--tiny` is a model of two layers, for a CPU that
-only wants to know that this script runs.
+Dummy weights of Qwen2.5-7B's shape, bfloat16 or by `--weights`; `--tiny` is a model of two layers,
+for a CPU that only wants to know that this script runs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from gpu_engine import QWEN_7B
+from gpu_engine import QWEN_7B, WEIGHTS
 
 if TYPE_CHECKING:
     from tailrace.config import EngineConfig
@@ -75,14 +76,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", action="append", choices=PARTS, default=None)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--weights", choices=WEIGHTS, default="bf16")
+    parser.add_argument("--prefill-weights", default="same")
     arguments = parser.parse_args()
     parts = arguments.part or PARTS
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as runner:
         shape = QWEN_7B | TINY if arguments.tiny else QWEN_7B
+        if WEIGHTS[arguments.weights][2] is not None:
+            shape |= {"quantization_config": WEIGHTS[arguments.weights][2]}
         (Path(folder) / "config.json").write_text(json.dumps(shape))
         if "memory" in parts and not arguments.tiny:
             lack_memory_at_capture(Path(folder), runner)
-        bench = load(Path(folder), runner, is_tiny=arguments.tiny)
+        bench = load(
+            Path(folder), runner, is_tiny=arguments.tiny, prefill_weights=arguments.prefill_weights
+        )
         if "fit" in parts:
             fit(bench)
         if "pace" in parts:
@@ -95,7 +102,9 @@ def main() -> None:
             lack_memory_in_a_step(bench)
 
 
-def load(folder: Path, runner: ThreadPoolExecutor, *, is_tiny: bool) -> Bench:
+def load(
+    folder: Path, runner: ThreadPoolExecutor, *, is_tiny: bool, prefill_weights: str = "same"
+) -> Bench:
     from tailrace.config import EngineConfig
     from tailrace.engine import setup
 
@@ -103,6 +112,7 @@ def load(folder: Path, runner: ThreadPoolExecutor, *, is_tiny: bool) -> Bench:
         model_path=str(folder), load_format="dummy", gpus=() if is_tiny else (0,),
         max_batch_size=128, context_length=8192, max_num_batched_tokens=1024, prefix_cache=False,
         itl_target_ms=30, gpu_memory_utilization=0.8, kv_cache_tokens=100_000 if is_tiny else 0,
+        prefill_weights=prefill_weights,
     )  # fmt: skip
     begun_s = time.monotonic()
     loaded = runner.submit(setup.load, config, folder).result()

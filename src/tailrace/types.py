@@ -315,6 +315,7 @@ STEP_BOUNDS_S = (
     *(0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.05, 0.075),
     *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0),
 )
+STEP_RATIO_BOUNDS = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0, 3.0, 5.0)
 FORECAST_ERROR_BOUNDS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 
 
@@ -328,7 +329,7 @@ class Distribution(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepTimings(msgspec.Struct, frozen=True, array_like=True):
-    """Where the time of steps went; see engine/step_meter.py. All grow while the process lives."""
+    """Where steps' time went; see engine/step_meter.py. Totals grow while the process lives."""
 
     schedule_s_total: float
     prepare_s_total: float
@@ -339,13 +340,21 @@ class StepTimings(msgspec.Struct, frozen=True, array_like=True):
     idle_s_total: float
     """Of the device, between two steps although the second was there."""
     predicted_s: float
-    """Of the last step, when it was issued; the one that does not grow."""
+    """Of the last step, when it was issued."""
     host: Distribution
     """`HOST_BOUNDS_S`: schedule, prepare, commit and publish of one step together."""
     device: Distribution
     """`STEP_BOUNDS_S`: what the device took for one step."""
     error: Distribution
     """`FORECAST_ERROR_BOUNDS`: |predicted - measured| / measured."""
+    ratio: Distribution
+    """`STEP_RATIO_BOUNDS`: measured / predicted; 1000 where that is more."""
+    recent_error: float
+    """Share by which predictions were off of late; see engine/prediction_watch.py."""
+    off_s: float
+    """Seconds of the device's time for which that has been too much, up to now."""
+    is_off: bool
+    """Whether that is long."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -1,6 +1,8 @@
 import pytest
+from structlog.testing import capture_logs
 
 from tailrace.engine.step_meter import Histogram, StepMeter
+from tailrace.types import STEP_RATIO_BOUNDS
 
 
 def test_a_value_counts_under_the_smallest_bound_that_holds_it():
@@ -39,3 +41,33 @@ def test_the_forecast_is_judged_by_what_the_device_took():
     assert sum(read.error.counts) == 1
     assert read.error.total == pytest.approx(0.15)
     assert (read.idle_s_total, read.predicted_s) == (0.001, 0.023)
+
+
+def test_ratios_are_counted_above_and_below_one_and_bounded():
+    meter = StepMeter()
+    for predicted_s in (0.04, 0.02, 0.008, 0.0):
+        meter.add_step(0.02, idle_s=0.0, queue_s=0.0, predicted_s=predicted_s)
+    ratio = meter.read().ratio
+    bounds = STEP_RATIO_BOUNDS
+    assert ratio.counts[bounds.index(0.5)] == 1
+    assert ratio.counts[bounds.index(1.0)] == 1
+    assert ratio.counts[bounds.index(3.0)] == 1
+    assert ratio.counts[-1] == 1
+    assert ratio.total == pytest.approx(0.5 + 1.0 + 2.5 + 1000.0)
+
+
+def test_predictions_that_are_off_for_long_are_logged_once():
+    meter = StepMeter()
+    with capture_logs() as logs:
+        for _ in range(200):
+            meter.add_step(1.0, idle_s=0.0, queue_s=0.0, predicted_s=0.5)
+    (told,) = logs
+    assert (told["event"], told["log_level"], told["error"]) == (
+        "steps_mispredicted",
+        "warning",
+        0.5,
+    )
+    read = meter.read()
+    assert read.is_off
+    assert read.recent_error == pytest.approx(0.5)
+    assert read.off_s == pytest.approx(200.0)

@@ -5,8 +5,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tailrace import __version__
 from tailrace.config import Config, ServerConfig
+from tailrace.engine.step_meter import StepMeter
 from tailrace.server.engine_client import EngineState
-from tailrace.types import EngineStats
+from tailrace.types import EngineStats, StepCosts
 from tests.server.fake_engine import FakeEngine, Script
 from tests.server.running_app import running_app
 
@@ -127,6 +128,26 @@ def test_health_shows_load_rates_and_kv(app):
         "pending_requests": 2,
         "engine_restarts": 2,
         "kv_cache": {"usage": 0.25, "total_tokens": 1024, "used_tokens": 256},
+    }
+
+
+@pytest.mark.parametrize(("steps", "status"), [(30, "ok"), (200, "off")])
+def test_health_says_when_steps_have_been_mispredicted_for_long_and_stays_healthy(
+    app, steps, status
+):
+    meter = StepMeter()
+    for _ in range(steps):
+        meter.add_step(1.0, idle_s=0.0, queue_s=0.0, predicted_s=0.5)
+    app.engine.report = report(timings=meter.read())
+    assert "step_prediction" not in app.get("/health").json()  # nothing was fitted
+    costs = StepCosts(0.004, 2e-5, 128, 2e-9, 1e-5, 1e-8)
+    app.engine.report = report(timings=meter.read(), step_costs=costs)
+    answer = app.get("/health")
+    assert answer.status_code == 200
+    assert answer.json()["step_prediction"] == {
+        "status": status,
+        "recent_error": pytest.approx(0.5),
+        "off_s": pytest.approx(steps),
     }
 
 

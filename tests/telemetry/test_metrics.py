@@ -210,6 +210,13 @@ def test_what_steps_cost_and_where_their_time_went_is_shown():
     assert value(text, "engine_step_device_seconds_sum") == 3.02
     assert value(text, "engine_step_prediction_error_ratio_bucket", le="0.15") == 2
     assert value(text, "engine_step_prediction_error_ratio_bucket", le="0.1") == 1
+    assert value(text, "engine_step_measured_over_predicted_ratio_bucket", le="0.9") == 1
+    assert value(text, "engine_step_measured_over_predicted_ratio_bucket", le="1.0") == 2
+    assert value(text, "engine_step_measured_over_predicted_ratio_sum") == pytest.approx(
+        1 + 0.02 / 0.023
+    )
+    assert 0.0 < value(text, "engine_step_prediction_recent_error_ratio") < 0.003 / 3.02
+    assert value(text, "engine_step_prediction_off_seconds") == 0.0
 
 
 def test_without_a_warm_up_no_costs_are_shown():

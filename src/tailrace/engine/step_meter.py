@@ -14,13 +14,21 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+import structlog
+
+from tailrace.engine.prediction_watch import MOST_ERROR, PredictionWatch
 from tailrace.types import (
     FORECAST_ERROR_BOUNDS,
     HOST_BOUNDS_S,
     STEP_BOUNDS_S,
+    STEP_RATIO_BOUNDS,
     Distribution,
     StepTimings,
 )
+
+log = structlog.get_logger("tailrace.engine")
+
+_MOST_RATIO = 1000.0
 
 
 class Histogram:
@@ -58,6 +66,8 @@ class StepMeter:
     _host: Histogram = field(default_factory=lambda: Histogram(HOST_BOUNDS_S))
     _device: Histogram = field(default_factory=lambda: Histogram(STEP_BOUNDS_S))
     _error: Histogram = field(default_factory=lambda: Histogram(FORECAST_ERROR_BOUNDS))
+    _ratio: Histogram = field(default_factory=lambda: Histogram(STEP_RATIO_BOUNDS))
+    _watch: PredictionWatch = field(default_factory=PredictionWatch)
 
     def begin_turn(self) -> None:
         """Close the turn before, with what was published of it."""
@@ -104,6 +114,17 @@ class StepMeter:
         if predicted_s is not None:
             self.predicted_s = predicted_s
             self._error.add(abs(predicted_s - device_s) / device_s)
+            # What was predicted to take nothing has no ratio.
+            is_bounded = device_s < _MOST_RATIO * predicted_s
+            self._ratio.add(device_s / predicted_s if is_bounded else _MOST_RATIO)
+            if self._watch.add(predicted_s, device_s):
+                log.warning(
+                    "steps_mispredicted",
+                    error=round(self._watch.error, 3),
+                    most_error=MOST_ERROR,
+                    off_s=round(self._watch.off_s),
+                    see="docs/steps.md, When predictions are off",
+                )
 
     def read(self) -> StepTimings:
         """Return all of it."""
@@ -118,4 +139,8 @@ class StepMeter:
             host=self._host.read(),
             device=self._device.read(),
             error=self._error.read(),
+            ratio=self._ratio.read(),
+            recent_error=self._watch.error,
+            off_s=self._watch.off_s,
+            is_off=self._watch.is_off,
         )

@@ -99,6 +99,13 @@ def _describe(services: Services, status: str) -> dict[str, Any]:
     }
     if ready_message is not None:
         described["kv_cache"] = _kv_cache(ready_message, stats)
+    if stats is not None and stats.timings is not None and stats.step_costs is not None:
+        # It is healthy all the same: what goes by predictions is worse, and nothing fails.
+        described["step_prediction"] = {
+            "status": "off" if stats.timings.is_off else "ok",
+            "recent_error": stats.timings.recent_error,
+            "off_s": stats.timings.off_s,
+        }
     return described
 
 

@@ -28,7 +28,12 @@ from prometheus_client.core import (
 from tailrace.telemetry.gpu import Gpus
 from tailrace.telemetry.phases import PHASES
 from tailrace.telemetry.process import resident_bytes
-from tailrace.types import FORECAST_ERROR_BOUNDS, HOST_BOUNDS_S, STEP_BOUNDS_S
+from tailrace.types import (
+    FORECAST_ERROR_BOUNDS,
+    HOST_BOUNDS_S,
+    STEP_BOUNDS_S,
+    STEP_RATIO_BOUNDS,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -409,6 +414,16 @@ def _step_timings(timings: StepTimings) -> Iterator[Metric]:
         timings.idle_s_total,
     )
     yield _gauge("engine_step_predicted_seconds", "The last step's prediction", timings.predicted_s)
+    yield _gauge(
+        "engine_step_prediction_recent_error_ratio",
+        "Share by which predictions were off, over the device's last ten seconds or so",
+        timings.recent_error,
+    )
+    yield _gauge(
+        "engine_step_prediction_off_seconds",
+        "Of the device's time, for which that has been more than 0.25 without a break",
+        timings.off_s,
+    )
     for name, text, bounds, found in (
         (
             "engine_step_host_seconds",
@@ -427,6 +442,12 @@ def _step_timings(timings: StepTimings) -> Iterator[Metric]:
             "|predicted - measured| / measured of one step's device time",
             FORECAST_ERROR_BOUNDS,
             timings.error,
+        ),
+        (
+            "engine_step_measured_over_predicted_ratio",
+            "One step's device time over its prediction; above 1 it took longer",
+            STEP_RATIO_BOUNDS,
+            timings.ratio,
         ),
     ):
         labels = [*map(str, bounds), "+Inf"]
