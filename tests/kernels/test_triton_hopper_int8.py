@@ -1,6 +1,6 @@
-"""Hopper's kernel over int8: what fits, who takes it, and on a GPU that it gives Triton's bits.
+"""Hopper's kernel over int8: what fits, who takes it, and that it gives the reference's product.
 
-The interpreter knows no Gluon, so what the kernel computes is seen on a GPU alone, here and by
+What the kernel computes is seen on the CPU in our interpreter of Gluon, and on a GPU, here and by
 benchmarks/gpu_gemm.py; test_compile_ahead compiles it.
 """
 
@@ -15,6 +15,10 @@ from tailrace.kernels.linear.int8_linear import HOPPER_ROWS, Int8Linear
 
 hopper = pytest.importorskip(
     "tailrace.kernels.linear.triton_hopper_int8", reason="Triton with Gluon is not installed"
+)
+
+gluon_interpreter = pytest.importorskip(
+    "tests.kernels.gluon_interpreter", reason="Triton with Gluon is not installed"
 )
 
 
@@ -48,6 +52,48 @@ def test_it_serves_from_so_many_rows_on(interpreter, monkeypatch):
 
 def test_no_other_device_has_it():
     assert int8_linear._hopper_product(torch.device("cpu")) is None
+
+
+KERNEL = hopper.int8_hopper_kernel
+
+
+def interpreted(monkeypatch, seed, shape, rows, inputs, outputs, dtype, *, with_bias):
+    """Return a product by the kernel on the CPU, and in float64; two programs take all tiles."""
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 2)
+    kernel = gluon_interpreter.Interpreter(KERNEL, seed=seed)
+    monkeypatch.setattr(hopper, "int8_hopper_kernel", kernel)
+    weight = quantize_channels(torch.randn(outputs, inputs))
+    x = int8_rows.quantize_rows(torch.randn(rows, inputs))
+    bias = torch.randn(outputs).to(dtype) if with_bias else None
+    whole = torch.full((rows + 2, outputs), float("nan"), dtype=dtype)
+    y = hopper.int8_hopper(x, weight, bias, dtype, out_TO=whole[1:-1], shape=shape)
+    assert bool(whole[[0, -1]].isnan().all()), "rows beyond the result are written"
+    truth = x.values.double() @ weight.values.double().t()
+    truth = truth * x.scales.double()[:, None] * weight.scales.double()
+    return y, truth + bias.double() if with_bias else truth
+
+
+@pytest.mark.parametrize("shape", hopper.CANDIDATES, ids=str)
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 16, 16), (260, 1168, 528)])
+def test_in_the_interpreter_its_products_are_the_formulas(
+    monkeypatch, shape, rows, inputs, outputs
+):
+    for dtype, with_bias in ((torch.bfloat16, rows > 1), (torch.float16, rows == 1)):
+        y, truth = interpreted(
+            monkeypatch, rows, shape, rows, inputs, outputs, dtype, with_bias=with_bias
+        )
+        assert torch.allclose(y.double(), truth, rtol=torch.finfo(dtype).eps, atol=1e-4)
+
+
+def test_in_whatever_order_warps_and_copies_come_sums_are_the_same(monkeypatch):
+    seen = []
+    for seed in range(6):
+        torch.manual_seed(3)
+        y, _ = interpreted(
+            monkeypatch, seed, hopper.USUAL, 200, 400, 300, torch.float16, with_bias=True
+        )
+        seen.append(y)
+    assert all(torch.equal(seen[0], y) for y in seen[1:])
 
 
 @pytest.mark.gpu

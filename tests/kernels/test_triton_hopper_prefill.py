@@ -1,7 +1,7 @@
 """Hopper's prefill kernel: what it serves, what fits, and on a GPU that it gives the formula.
 
-The interpreter knows no Gluon, so what the kernel computes is seen on a GPU alone, here and, with
-every candidate under a timeout, by benchmarks/gpu_prefill.py; test_compile_ahead compiles it.
+What the kernel computes is seen on the CPU in our interpreter of Gluon, and on a GPU, here and,
+with every candidate under a timeout, by benchmarks/gpu_prefill.py; test_compile_ahead compiles it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ import torch
 from tailrace.errors import EngineError
 from tailrace.kernels.paged_attention.device_batch import plan
 from tailrace.kernels.paged_attention.reference import paged_attention
-from tests.kernels.paged import Paged, make_batch
+from tests.kernels.paged import NAN, Paged, make_batch
 
 hopper = pytest.importorskip(
     "tailrace.kernels.paged_attention.triton_hopper_prefill",
     reason="Triton with Gluon is not installed",
+)
+
+gluon_interpreter = pytest.importorskip(
+    "tests.kernels.gluon_interpreter", reason="Triton with Gluon is not installed"
 )
 
 SHAPES = [(dim, shape) for dim, shapes in hopper.CANDIDATES.items() for shape in shapes]
@@ -82,17 +86,11 @@ def test_dimensions_that_lie_apart_are_refused():
     assert "16 bytes" in hopper.serves(q, k, shifted)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("unit", [8, 16, 256])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize(("head_dim", "shape"), SHAPES, ids=str)
-def test_it_equals_the_reference(head_dim, shape, dtype, unit):
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("Gluon's kernel needs a Hopper GPU")
-    chunks = [(5, 5), (64, 64), (3, 300), (129, 400), (257, 257), (300, 1333)]
+def attended(chunks, head_dim, shape, dtype, unit, heads=(4, 2), device="cpu"):
+    """Return attention of chunks of [(rows, keys), ...] by the kernel, and in float64."""
     lens = [keys for _, keys in chunks]
     paged = Paged(
-        kv_lens=lens, num_heads=14, num_kv_heads=2, head_dim=head_dim, block_size=unit
+        kv_lens=lens, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, block_size=unit
     )  # fmt: skip
     batch = make_batch(chunks, unit, paged.tables)
     rows = [q[keys - n :] for q, (n, keys) in zip(paged.queries, chunks, strict=True)]
@@ -102,19 +100,70 @@ def test_it_equals_the_reference(head_dim, shape, dtype, unit):
         paged.scale,
     )  # fmt: skip
     planned = plan(batch, shape)
-    q = q.cuda()
-    out = torch.full_like(q, float("nan"))
+    out = torch.full((len(q) + 2, *q.shape[1:]), NAN, dtype=dtype, device=device)
     hopper.hopper_prefill(
-        q,
-        paged.k_cache.to("cuda", dtype).permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1),
-        paged.v_cache.to("cuda", dtype).permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3),
-        out,
-        tiles=planned.tiles.cuda(),
-        query_starts=batch.query_starts.cuda(),
-        kv_lens=batch.kv_lens.cuda(),
-        block_tables=batch.block_tables.cuda(),
+        q.to(device),
+        paged.k_cache.to(device, dtype).permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1),
+        paged.v_cache.to(device, dtype).permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3),
+        out[1:-1],
+        tiles=planned.tiles.to(device),
+        query_starts=batch.query_starts.to(device),
+        kv_lens=batch.kv_lens.to(device),
+        block_tables=batch.block_tables.to(device),
         scale=paged.scale,
         shape=shape,
     )
-    error = (out.cpu().double() - truth).norm() / truth.norm()
+    assert bool(out[[0, -1]].isnan().all()), "rows beyond the result are written"
+    return out[1:-1].cpu(), truth.view_as(q)
+
+
+KERNEL = hopper.hopper_prefill_kernel
+
+
+def interpret(monkeypatch, seed):
+    """Run the kernel on the CPU; `_clear` may load what the other side is clearing too."""
+    kernel = gluon_interpreter.Interpreter(KERNEL, seed=seed, undefined_reads={"_clear"})
+    monkeypatch.setattr(hopper, "hopper_prefill_kernel", kernel)
+
+
+INTERPRETED = [
+    (dim, shape, (torch.bfloat16, torch.float16)[place % 2], unit)
+    for place, (dim, shape) in enumerate(SHAPES)
+    for unit in ((8, 256), (16,), (256,), (8,), (16,))[place % 5]
+]
+
+
+@pytest.mark.parametrize(("head_dim", "shape", "dtype", "unit"), INTERPRETED, ids=str)
+def test_in_the_interpreter_it_equals_the_reference(monkeypatch, head_dim, shape, dtype, unit):
+    """The first keys, a prefix that ends within a unit, whole tiles, more rows than a tile has."""
+    interpret(monkeypatch, seed=unit)
+    chunks = [(5, 5), (1, 131), (64, 128), (130, 260)]
+    out, truth = attended(chunks, head_dim, shape, dtype, unit, heads=(3, 1))
+    error = float((out.double() - truth).norm() / truth.norm())
+    assert error < (0.003 if dtype == torch.bfloat16 else 0.0004)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_row_has_the_same_bits_in_whatever_order_warps_and_copies_come(monkeypatch, head_dim):
+    seen = []
+    for seed in range(6):
+        torch.manual_seed(3)
+        interpret(monkeypatch, seed)
+        chunks = [(70, 333), (2, 9)]
+        shape = hopper.USUAL[head_dim]
+        out, _ = attended(chunks, head_dim, shape, torch.bfloat16, 16, heads=(1, 1))
+        seen.append(out)
+    assert all(torch.equal(seen[0], out) for out in seen[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("unit", [8, 16, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("head_dim", "shape"), SHAPES, ids=str)
+def test_it_equals_the_reference(head_dim, shape, dtype, unit):
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("Gluon's kernel needs a Hopper GPU")
+    chunks = [(5, 5), (64, 64), (3, 300), (129, 400), (257, 257), (300, 1333)]
+    out, truth = attended(chunks, head_dim, shape, dtype, unit, heads=(14, 2), device="cuda")
+    error = (out.double() - truth).norm() / truth.norm()
     assert float(error) < 0.01
