@@ -204,10 +204,13 @@ class Allocation:
 
 
 def _without(accesses: list[Access], mask: int) -> list[Access]:
+    """Return the parts of accesses outside some granules."""
     kept = []
     for access in accesses:
         left = access.granules & ~mask
-        if left:
+        if left == access.granules:
+            kept.append(access)
+        elif left:
             kept.append(replace(access, granules=left))
     return kept
 
