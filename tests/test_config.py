@@ -52,6 +52,8 @@ def test_the_block_size_is_a_unit_or_a_mix_of_sizes_over_the_smallest():
         ("fp8_activations", "all", "a CPU rounds no activation to FP8; leave it out"),
         ("prefill_weights", "fp9", "did you mean 'fp8'"),
         ("prefill_weights", "bf16", "a CPU serves prompts by the same weights; use auto or same"),
+        ("prefill_attention", "hoper", "did you mean 'hopper'"),
+        ("prefill_attention", "triton", "both kernels are a GPU's; .* name a GPU with --gpus"),
         ("gpus", "0,1", "several GPUs is not in this version"),
         ("kv_cache_dtype", "fp8", "float8 needs a GPU .* keeps KV in float32"),
         ("context_length", -1, "at least 0"),
@@ -71,6 +73,13 @@ def test_a_gpu_keeps_kv_in_the_weights_dtype_or_in_float8(name):
     assert config.kv_is_float8 == name.startswith("fp8")
     with pytest.raises(ConfigError, match="weights' dtype, float16, or in fp8"):
         load({"gpus": "0", "dtype": "float16", "kv_cache_dtype": "bfloat16"}, environ={})
+
+
+def test_hoppers_prefill_kernel_does_not_go_with_a_cache_in_float8():
+    asked = {"gpus": "0", "prefill_attention": "hopper"}
+    assert load(asked, environ={}).engine.prefill_attention == "hopper"
+    with pytest.raises(ConfigError, match=r"hopper with --kv-cache-dtype fp8: .*weights' dtype"):
+        load(asked | {"kv_cache_dtype": "fp8"}, environ={})
 
 
 def test_lists_are_given_by_comma():

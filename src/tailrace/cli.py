@@ -459,6 +459,7 @@ def _check_accuracy(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="As of `tailrace serve`; the reference keeps KV unrounded.")
     ] = "auto",
+    prefill_attention: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "auto",
     threads: Annotated[int, typer.Option(help="CPU threads; 0: all cores.")] = 0,
     min_agreement: Annotated[
         float, typer.Option(help="Least share of equal likeliest tokens.")
@@ -475,7 +476,7 @@ def _check_accuracy(
         )
     settings = {"model_path": model, "dtype": dtype, "quant_type": quant_type, "gpus": gpus}
     settings |= {"prefill_weights": prefill_weights, "fp8_activations": fp8_activations}
-    settings |= {"kv_cache_dtype": kv_cache_dtype}
+    settings |= {"kv_cache_dtype": kv_cache_dtype, "prefill_attention": prefill_attention}
     config = load(settings | {"threads": threads}).engine
     from tailrace.bench.corpus import corpus_text  # noqa: PLC0415
     from tailrace.engine.setup import pin_threads  # noqa: PLC0415
@@ -538,6 +539,9 @@ def _plan_measure(
             "over each dtype that the GPU has."
         ),
     ] = "auto",
+    prefill_attention: Annotated[
+        str, typer.Option(help="triton: leave Hopper's kernel out; else as of `tailrace serve`.")
+    ] = "auto",
     out: Annotated[
         Path | None, typer.Option(help="Default: where `serve --plan auto` looks.")
     ] = None,
@@ -556,6 +560,7 @@ def _plan_measure(
         "dtype": dtype,
         "quant_type": quant_type,
         "prefill_weights": prefill_weights,
+        "prefill_attention": prefill_attention,
     }
     settings |= {"load_format": load_format, "context_length": context_length}
     settings |= {"fp8_activations": fp8_activations, "kv_cache_dtype": kv_cache_dtype}

@@ -25,6 +25,7 @@ BLOCK_SIZES = ("auto", "8", "16", "32")
 QUANT_TYPES = ("auto", "none", "awq", "fp8", "compressed-tensors")
 FP8_ACTIVATIONS = ("many", "all")
 PREFILL_WEIGHTS = ("auto", "same", "fp8", "int8", "bf16")
+PREFILL_ATTENTION = ("auto", "triton", "hopper")
 _GPU_ITL_TARGET_S = 0.03
 ENV_PREFIX = "TAILRACE_"
 MAX_API_WORKERS = 64
@@ -70,6 +71,12 @@ class EngineConfig:
         "those, too | fp8 | int8 | bf16 (half precision): a second copy in that format | auto: for "
         "4-bit weights the fastest copy that memory allows and whose measured accuracy is within "
         "the bound, for others same.",
+    )
+    prefill_attention: str = setting(
+        "auto",
+        "Which kernel computes prompts' attention on a GPU. triton | hopper (Hopper GPUs, heads of "
+        "64 or 128 dimensions, KV in the weights' dtype; not yet run on one) | auto: by length, as "
+        "--plan measured; without a plan triton.",
     )
     gpus: tuple[int, ...] = setting((), "Device indices; empty serves on the CPU.")
     context_length: int = setting(0, "Most tokens of one sequence; 0 takes the model's own.")
@@ -134,6 +141,7 @@ class EngineConfig:
         _one_of("quant-type", self.quant_type, QUANT_TYPES)
         _one_of("fp8-activations", self.fp8_activations, FP8_ACTIVATIONS)
         _one_of("prefill-weights", self.prefill_weights, PREFILL_WEIGHTS)
+        _one_of("prefill-attention", self.prefill_attention, PREFILL_ATTENTION)
         self._check_device()
         self._check_itl_target()
         self._check_max_ttft()
@@ -214,22 +222,37 @@ class EngineConfig:
                 "be cut to a time without; leave --no-warmup out, or the target"
             )
 
-    def _check_device(self) -> None:
-        if self.plan != "off" and not self.gpus:
+    def _check_for_gpus(self) -> None:
+        """Refuse what only a GPU has."""
+        if self.plan != "off":
             raise ConfigError(
                 f"--plan {self.plan}: on a CPU there is nothing to choose, --dtype and "
                 "--cpu-kernels decide; leave --plan out, or name a GPU with --gpus"
             )
-        if self.prefill_weights not in ("auto", "same") and not self.gpus:
+        if self.prefill_weights not in ("auto", "same"):
             raise ConfigError(
                 f"--prefill-weights {self.prefill_weights}: a second copy of the weights needs a "
                 "GPU's matrix units; a CPU serves prompts by the same weights; use auto or same, "
                 "or name a GPU with --gpus"
             )
-        if self.fp8_activations != "many" and not self.gpus:
+        if self.prefill_attention != "auto":
+            raise ConfigError(
+                f"--prefill-attention {self.prefill_attention}: both kernels are a GPU's; on a CPU "
+                "--cpu-kernels decides; leave it out, or name a GPU with --gpus"
+            )
+        if self.fp8_activations != "many":
             raise ConfigError(
                 f"--fp8-activations {self.fp8_activations}: FP8 products need a GPU; a CPU rounds "
                 "no activation to FP8; leave it out, or name a GPU with --gpus"
+            )
+
+    def _check_device(self) -> None:
+        if not self.gpus:
+            self._check_for_gpus()
+        if self.prefill_attention == "hopper" and self.kv_is_float8:
+            raise ConfigError(
+                f"--prefill-attention hopper with --kv-cache-dtype {self.kv_cache_dtype}: the "
+                "kernel reads KV in the weights' dtype alone; use auto for one of the two"
             )
         if len(self.gpus) > 1:
             raise ConfigError(

@@ -20,6 +20,7 @@ from tailrace.kernels.attention_shapes import (
     HOPPER,
     decode_candidates,
     decode_shape,
+    key_words,
     prefill_candidates,
 )
 from tailrace.kernels.attention_shapes import PREFILL as TABLE
@@ -32,7 +33,8 @@ from tailrace.kernels.linear.int8_linear import Int8Linear
 from tailrace.kernels.linear.prefill_format import FORMATS
 from tailrace.kernels.linear.triton_skinny import SPLIT, WHOLE, SkinnyLinear, SkinnyScratch
 from tailrace.kernels.linear.ways import MANY, class_words, words_of
-from tailrace.kernels.plan import Key, Plan, choose
+from tailrace.kernels.paged_attention.prefill_kernels import hopper_shapes, name_of
+from tailrace.kernels.plan import Choice, Key, Plan, choose
 from tailrace.kernels.plan_questions import (
     ANY_LENGTH,
     DECODE,
@@ -40,12 +42,12 @@ from tailrace.kernels.plan_questions import (
     Heads,
     Question,
     apply,
-    key_words,
     measure,
     over,
     questions,
 )
 from tailrace.kernels.triton_kernels import TritonKernels
+from tests.kernels.hopper_stand_in import let_hopper_serve
 
 KEY = Key(gpu="g", model="m", dtype="float32", tailrace="1", torch="2", triton="3")
 TRUTH = torch.tensor([3.0, 4.0])
@@ -371,7 +373,7 @@ def plan_of(*choices):
 
 
 def serve(plan, kernels, kv_dtype=torch.float32):
-    apply(plan, kernels, 16, FILE, kv_dtype=kv_dtype)
+    apply(plan, kernels, 16, FILE, kv_dtype=kv_dtype, unit=8)
 
 
 def test_winners_serve_and_the_rest_is_as_before(interpreter):
@@ -490,3 +492,115 @@ def test_a_layer_that_is_gone_is_asked_about_no_more():
     gc.collect()
     assert gone() is None
     assert [layer.sizes for layer in kernels.planned_layers] == [(96, 64)]
+
+
+# Both kernels of prompts' attention
+
+WIDE = Heads(2, 1, 64)
+TRITONS = [shape.words for shape in prefill_candidates(64, (9, 0))]
+HOPPERS = [name_of(shape) for shape in hopper_shapes(64)]
+
+
+@pytest.fixture
+def hopper(interpreter, monkeypatch):
+    return let_hopper_serve(monkeypatch)
+
+
+def kernels_by(asked, head_dim=64):
+    kernels = loaded()
+    kernels.serve_prompts_by(asked, head_dim=head_dim, kv_dtype=torch.float32, unit=8)
+    return kernels
+
+
+def names_of(shapes):
+    return [name_of(shape) for shape in shapes]
+
+
+def prompts_asked(kernels, longest=40, kv_dtype=torch.float32):
+    found = questions(kernels, WIDE, longest=longest, kv_dtypes=(kv_dtype,), unit=8)
+    return [question for question in found if question.operation.startswith(PREFILL)]
+
+
+def test_hoppers_shapes_are_asked_about_in_each_class_unless_tritons_alone_may_serve(hopper):
+    for asked, expected in (
+        ("auto", [*TRITONS, *HOPPERS]),
+        ("hopper", [*TRITONS, *HOPPERS]),
+        ("triton", TRITONS),
+    ):
+        found = prompts_asked(kernels_by(asked), longest=4000)
+        assert [list(question.candidates) for question in found] == [expected] * 3
+        assert {question.default for question in found} == {TRITONS[0]}
+    assert len(set(TRITONS + HOPPERS)) == len(TRITONS + HOPPERS) > 3
+
+
+def test_hoppers_shapes_are_no_candidates_where_they_do_not_serve(interpreter):
+    """Not in the interpreter, where nothing stands in for them."""
+    (asked,) = prompts_asked(kernels_by("auto"))
+    assert list(asked.candidates) == TRITONS
+
+
+def test_hoppers_candidates_are_called_with_what_the_reference_is_of(hopper):
+    (asked,) = prompts_asked(kernels_by("auto"), longest=300)
+    truth = asked.reference()
+    for name in HOPPERS:
+        assert_close(name, asked.candidates[name](), truth, rtol=1e-4, atol=1e-4)
+    assert {len(call.tiles) for call in hopper.calls} == {3}
+    assert names_of(call.shape for call in hopper.calls) == HOPPERS
+
+
+def timed(sizes, seconds, refused=()):
+    """Return a choice as a measurement makes it."""
+    return choose(PREFILL, sizes, TRITONS[0], dict(seconds), dict.fromkeys(refused, "wrong"))
+
+
+def served_by(asked, *choices):
+    """Return the shapes' names by class, once the plan is applied."""
+    kernels = kernels_by(asked)
+    apply(Plan(KEY, choices), kernels, 64, FILE, kv_dtype=torch.float32, unit=8)
+    return names_of(kernels.prefill_shape(64, keys) for keys in (1023, 3071, 9000))
+
+
+def test_each_class_is_served_by_its_winner_of_the_kernels_that_may_serve(hopper):
+    first, second, *_ = HOPPERS
+    usual, other, *_ = TRITONS
+    choices = (
+        timed(key_words(1024), {usual: 1.0, other: 0.8, first: 2.0, second: 1.5}),
+        timed(key_words(3072), {usual: 1.0, other: 0.8, first: 0.5, second: 0.6}),
+        timed("longer", {usual: 1.0, other: 0.99, second: 0.5}, refused=[first]),
+    )
+    assert served_by("auto", *choices) == [other, first, second]
+    # Of Triton's by the plan's own rule: the default unless another beats it by the margin.
+    assert served_by("triton", *choices) == [other, other, usual]
+    assert served_by("hopper", *choices) == [second, first, second]
+
+
+def test_what_was_not_asked_is_served_by_the_usual_shape_of_the_kernel(hopper):
+    few = timed(key_words(1024), {TRITONS[0]: 1.0, TRITONS[1]: 0.5})
+    assert served_by("auto", few) == [TRITONS[1], TRITONS[0], TRITONS[0]]
+    assert served_by("hopper", few) == [HOPPERS[0]] * 3
+    assert served_by("hopper") == [HOPPERS[0]] * 3
+    assert served_by("auto") == served_by("triton") == [TRITONS[0]] * 3
+
+
+def test_a_kernel_that_is_asked_for_and_wrong_in_every_shape_is_an_error(hopper):
+    wrong = timed("longer", {TRITONS[0]: 1.0}, refused=HOPPERS)
+    assert served_by("auto", wrong) == [TRITONS[0]] * 3
+    kernels = kernels_by("hopper")
+    with pytest.raises(
+        ConfigError, match=r"longer: no shape of the kernel .* \(Hopper .*: wrong\)"
+    ):
+        apply(Plan(KEY, (wrong,)), kernels, 64, FILE, kv_dtype=torch.float32, unit=8)
+    assert kernels.prefill_rows == ()
+
+
+def test_a_plan_with_hoppers_winner_is_refused_where_it_cannot_serve(interpreter):
+    won = Choice(PREFILL, "longer", TRITONS[0], HOPPERS[0], {TRITONS[0]: 1.0, HOPPERS[0]: 0.5})
+    with pytest.raises(ConfigError, match=f"'{HOPPERS[0]}' is none of".replace("+", r"\+")):
+        served_by("auto", won)
+
+
+def test_a_question_of_fewer_candidates_is_no_answer_to_one_of_more():
+    known = Plan(KEY, (timed("longer", {"a": 1.0, TRITONS[0]: 1.0}, refused=["b"]),))
+    assert known.answers(PREFILL, "longer", ["a", "b"])
+    assert not known.answers(PREFILL, "longer", ["a", "c"])
+    assert not known.answers(PREFILL, "below", ["a"])

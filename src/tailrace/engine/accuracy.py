@@ -476,6 +476,12 @@ def _load_on_gpu(
     kernels = TritonKernels(device, dtype, rounds_all=config.fp8_activations == "all")
     served = load_model(folder, dtype=dtype, kernels=kernels, quant_type=config.quant_type)
     check_fp8_activations(config, served)
+    kernels.serve_prompts_by(
+        config.prefill_attention,
+        head_dim=served.config.head_dim,
+        kv_dtype=kernels.dtype,
+        unit=config.kv_unit_tokens,
+    )
     if config.prefill_weights != "auto":
         choice = choose(config.prefill_weights, kernels, served, Known())
         if choice.format is not None:

@@ -134,7 +134,7 @@ def settle(
         if not plan.pinned:
             asked_for = questions_of(kernels, model, longest, [kv_dtype], unit)
             plan = complete(plan, file, asked_for, timer=timer, clock=clock, bound_s=bound_s)
-    apply(plan, kernels, model.config.head_dim, file, kv_dtype=kv_dtype)
+    apply(plan, kernels, model.config.head_dim, file, kv_dtype=kv_dtype, unit=unit)
     log.info("plan", file=str(file), choices=len(plan.choices), changed=_changed(plan))
     return plan
 
@@ -194,8 +194,11 @@ def complete(
     clock: Callable[[], float],
     bound_s: float,
 ) -> Plan:
-    """Measure what a plan lacks, as far as time allows, and write it where there is news."""
-    missing = (q for q in asked if plan.winner(q.operation, q.sizes) is None)
+    """Measure what a plan lacks, as far as time allows, and write it where there is news.
+
+    A question that was asked of fewer candidates is asked again.
+    """
+    missing = (q for q in asked if not plan.answers(q.operation, q.sizes, q.candidates))
     begun_s = clock()
     choices = measure(missing, timer, clock, bound_s, is_out_of_memory)
     if choices:

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from tailrace.engine.scheduler import Chunk
     from tailrace.engine.step_time import StepLoad
     from tailrace.kernels.kv_scales import KVScales
-    from tailrace.kernels.paged_attention.triton_prefill import Shape
+    from tailrace.kernels.paged_attention.prefill_kernels import PrefillShape
     from tailrace.kernels.triton_kernels import TritonKernels
     from tailrace.models.causal_lm import CausalLM, KVCache
     from tailrace.text.grammar import GrammarState
@@ -91,7 +91,7 @@ class PreparedDeviceStep:
     frame: Frame
     is_captured: bool
     """Whether a graph serves the frame."""
-    shape: Shape
+    shape: PrefillShape
     max_query_len: int
     max_kv_len: int
     sample_slots: list[int]
@@ -730,7 +730,9 @@ def _tokens_of(
     return ids, pending
 
 
-def _tiles(chunks: Sequence[Chunk], decodes: int, frame: Frame | None, shape: Shape) -> np.ndarray:
+def _tiles(
+    chunks: Sequence[Chunk], decodes: int, frame: Frame | None, shape: PrefillShape
+) -> np.ndarray:
     """Cut the prompts' chunks; a captured frame gets as many tiles as it has, some without work."""
     prompts = chunks[decodes:]
     if not prompts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -33,6 +34,7 @@ from tailrace.kernels.attention_shapes import FLOAT8_CAPABILITY, decode_shape
 from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.linear.float8_linear import ROUNDED
 from tailrace.kernels.paged_attention.device_batch import DeviceBatch, cut_tiles
+from tailrace.kernels.paged_attention.prefill_kernels import describe
 from tailrace.kernels.triton_kernels import TritonKernels
 from tailrace.models.loader import describe_weights, load_model
 
@@ -169,6 +171,12 @@ def measure_plan(config: EngineConfig, folder: Path, out: Path | None) -> tuple[
         ModelError: The checkpoint cannot be served.
     """
     kernels, model = load_weights(config, folder)
+    kernels.serve_prompts_by(
+        config.prefill_attention,
+        head_dim=model.config.head_dim,
+        kv_dtype=kernels.dtype,
+        unit=config.kv_unit_tokens,
+    )
     prefill = copy_for_prompts(config, folder, kernels, model)
     longest = config.context_length or model.config.max_position
     timer = cuda_timer(kernels.device)
@@ -194,11 +202,17 @@ def load_runner(
         raise ConfigError(
             f"--context-length {context}: the model holds {loaded.config.max_position} tokens"
         )
+    kv_dtype = kv_dtype_of(config, kernels)
+    kernels.serve_prompts_by(
+        config.prefill_attention,
+        head_dim=loaded.config.head_dim,
+        kv_dtype=kv_dtype,
+        unit=config.kv_unit_tokens,
+    )
     # Before anything is multiplied: layers that are made later find no scratch.
     sampler, prefill, plan = _share_memory(
         config, folder, kernels, loaded, token_budget=token_budget, context=context, times=times
     )
-    kv_dtype = kv_dtype_of(config, kernels)
     token_bytes = kv_bytes_per_token(loaded, kv_dtype)
     log.info("prefill_weights", serves=prefill.describe())
     log.info("gpu_memory", plan=plan.describe())
@@ -230,12 +244,14 @@ def load_runner(
 
     runner, length, num_blocks = capture_within_memory(make, is_fixed=config.kv_cache_tokens > 0)
     times.mark("capture")
+    attention = describe(partial(kernels.prefill_shape, loaded.config.head_dim), length)
+    log.info("prefill_attention", serves=attention)
     pool = describe_kv(num_blocks * config.kv_unit_tokens, length, token_bytes)
     log.info("kv_pool", holds=pool)
     kv_words = "" if found is None else f"KV in float8, scales {found.describe()}; "
     words = (
         f"{torch.cuda.get_device_name(kernels.device)} ({kernels.name} kernels; {kv_words}"
-        f"prefill weights {prefill.describe()}; {plan.describe()})"
+        f"prefill attention {attention}; prefill weights {prefill.describe()}; {plan.describe()})"
     )
     return runner, length, num_blocks, words
 

@@ -45,6 +45,9 @@ PREFILL: dict[int, dict[int, tuple[tuple[int, Shape], ...]]] = {
 CLASSES = (1024, 3072)
 """Where the classes end that a plan chooses shapes for, in keys of the longest sequence."""
 
+BOUNDS = (*CLASSES, 1 << 30)
+"""With the end of the last class, which no sequence reaches."""
+
 # On an H200 all of those at 128 dimensions were compared with the truth (gpu_attention.py).
 CANDIDATES: dict[int, dict[int, tuple[Shape, ...]]] = {
     HOPPER: {
@@ -157,6 +160,11 @@ def decode_candidates(head_dim: int, capability: Capability) -> tuple[DecodeShap
     """
     gpu, row = kind(capability), _row(head_dim)
     return DECODE[gpu][row], *DECODE_CANDIDATES.get(gpu, {}).get(row, ())
+
+
+def key_words(bound: int) -> str:
+    """Return what a plan and the log call the class of sequences with fewer keys than the bound."""
+    return "longer" if bound == BOUNDS[-1] else f"below {bound} keys"
 
 
 def _row(head_dim: int) -> int:

@@ -76,10 +76,21 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pinned: bool = False
     format: int = FORMAT
 
+    def choice(self, operation: str, sizes: str) -> Choice | None:
+        """Return what was measured for a question, if it was."""
+        return next((c for c in self.choices if c.question == (operation, sizes)), None)
+
     def winner(self, operation: str, sizes: str) -> str | None:
         """Return the candidate that serves, where the question was measured."""
-        found = (c.winner for c in self.choices if c.question == (operation, sizes))
-        return next(found, None)
+        found = self.choice(operation, sizes)
+        return None if found is None else found.winner
+
+    def answers(self, operation: str, sizes: str, candidates: Iterable[str]) -> bool:
+        """Tell whether the question was measured with all of these candidates."""
+        found = self.choice(operation, sizes)
+        if found is None:
+            return False
+        return not set(candidates) - {*found.seconds, *found.refused, *found.no_memory}
 
     def with_choices(self, choices: Iterable[Choice]) -> Plan:
         """Return the plan with further choices, which replace older ones to the same questions."""

@@ -1,6 +1,7 @@
 """What a GPU's plan asks, and how candidates are checked and timed.
 
-    prompts' attention    tile shapes, by the length of the longest sequence and the cache's dtype
+    prompts' attention    tile shapes of Triton's kernel and, where it serves, of Hopper's, by the
+                          length of the longest sequence and the cache's dtype
     decodes' attention    warps and stages of the same tiles
     linear layers         the ways of each size, for each class of rows (`linear/ways`)
 
@@ -30,16 +31,23 @@ from torch.nn import functional
 
 from tailrace.errors import ConfigError
 from tailrace.kernels.attention_shapes import (
+    BOUNDS,
     CLASSES,
     decode_candidates,
+    key_words,
     prefill_candidates,
     prefill_shape,
 )
 from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.linear.ways import class_words, words_of
 from tailrace.kernels.paged_attention.device_batch import cut_tiles
+from tailrace.kernels.paged_attention.prefill_kernels import (
+    hopper_shapes,
+    is_hopper,
+    name_of,
+    prefill,
+)
 from tailrace.kernels.paged_attention.triton_decode import DecodeScratch, decode
-from tailrace.kernels.paged_attention.triton_prefill import prefill
 from tailrace.kernels.plan import Choice, Plan, choose
 
 if TYPE_CHECKING:
@@ -49,8 +57,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tailrace.kernels.linear.ways import PlannedLinear, RoundedRows, Ways
+    from tailrace.kernels.paged_attention.prefill_kernels import PrefillShape
     from tailrace.kernels.paged_attention.triton_decode import DecodeShape
-    from tailrace.kernels.paged_attention.triton_prefill import Shape
     from tailrace.kernels.triton_kernels import TritonKernels
 
     Timer = Callable[[Callable[[], object]], float]
@@ -59,7 +67,6 @@ log = structlog.get_logger("tailrace.engine")
 
 PREFILL, DECODE = "prefill attention", "decode attention"
 ANY_LENGTH = "any length"
-BOUNDS = (*CLASSES, 1 << 30)
 _STRAY = 2.0
 """A candidate errs at most so many times as much as the default."""
 _ROWS = 256
@@ -289,7 +296,7 @@ def questions(
 def _prefills(
     kernels: TritonKernels, heads: Heads, longest: int, kv_dtype: torch.dtype, unit: int
 ) -> Iterator[Question]:
-    if len(_shapes(kernels, heads.dim, kv_dtype)) == 1:
+    if len(_asked_shapes(kernels, heads.dim, kv_dtype, unit)) == 1:
         return
     for low, bound in zip((0, *CLASSES), BOUNDS, strict=True):
         if low < longest:
@@ -297,14 +304,37 @@ def _prefills(
             yield _prefill(kernels, heads, (length, bound), kv_dtype, unit)
 
 
-def _shapes(kernels: TritonKernels, head_dim: int, kv_dtype: torch.dtype) -> tuple[Shape, ...]:
-    return prefill_candidates(head_dim, kernels.capability, is_float8=kv_dtype == FLOAT8)
+def _shapes(
+    kernels: TritonKernels, head_dim: int, kv_dtype: torch.dtype, unit: int
+) -> tuple[PrefillShape, ...]:
+    """Return every shape that can serve prompts here, whatever is asked for."""
+    found = prefill_candidates(head_dim, kernels.capability, is_float8=kv_dtype == FLOAT8)
+    if kernels.why_not_hopper(head_dim, kv_dtype, unit) is not None:
+        return found
+    return *found, *hopper_shapes(head_dim)
+
+
+def _asked_shapes(
+    kernels: TritonKernels, head_dim: int, kv_dtype: torch.dtype, unit: int
+) -> tuple[PrefillShape, ...]:
+    """Return those that are timed: Triton's, which others are held to, and any that may serve."""
+    shapes = _shapes(kernels, head_dim, kv_dtype, unit)
+    return tuple(s for s in shapes if not is_hopper(s) or kernels.may_serve_prompts(s))
 
 
 def apply(
-    plan: Plan, kernels: TritonKernels, head_dim: int, file: Path, *, kv_dtype: torch.dtype
+    plan: Plan,
+    kernels: TritonKernels,
+    head_dim: int,
+    file: Path,
+    *,
+    kv_dtype: torch.dtype,
+    unit: int,
 ) -> None:
     """Let the plan's winners serve.
+
+    Where one kernel alone may serve prompts (`TritonKernels.serve_prompts_by`), the best of its
+    shapes does, by the same times.
 
     Args:
         plan: Of this machine and model.
@@ -312,17 +342,19 @@ def apply(
         head_dim: Of the model.
         file: Where the plan lies, for errors.
         kv_dtype: Of the cache.
+        unit: Tokens of one of its units.
 
     Raises:
-        ConfigError: It names a kernel that is no candidate here; nothing was changed.
+        ConfigError: It names a kernel that is no candidate here, or refuses every shape of the one
+            that is asked for; nothing was changed.
     """
-    shapes = {shape.words: shape for shape in _shapes(kernels, head_dim, kv_dtype)}
+    shapes = {name_of(shape): shape for shape in _shapes(kernels, head_dim, kv_dtype, unit)}
     rows = []
     for bound in BOUNDS:
-        usual = prefill_shape(head_dim, bound - 1, kernels.capability)
-        operation = over(PREFILL, kv_dtype)
-        name = _winner(plan, operation, key_words(bound), list(shapes), file)
-        rows.append((bound, usual if name is None else shapes[name]))
+        question = over(PREFILL, kv_dtype), key_words(bound)
+        _winner(plan, *question, list(shapes), file)
+        shape = _allowed_winner(plan.choice(*question), kernels, shapes, file)
+        rows.append((bound, shape or kernels.usual_prefill_shape(head_dim, bound - 1)))
     decodes = {shape.words: shape for shape in decode_candidates(head_dim, kernels.capability)}
     decode_name = _winner(plan, over(DECODE, kv_dtype), ANY_LENGTH, list(decodes), file)
     served = []
@@ -349,9 +381,32 @@ def _winner(plan: Plan, operation: str, sizes: str, options: list[str], file: Pa
     return name
 
 
-def key_words(bound: int) -> str:
-    """Return what a plan calls the class of sequences with fewer keys than the bound."""
-    return "longer" if bound == BOUNDS[-1] else f"below {bound} keys"
+def _allowed_winner(
+    choice: Choice | None, kernels: TritonKernels, shapes: Mapping[str, PrefillShape], file: Path
+) -> PrefillShape | None:
+    """Return the winner among the shapes that may serve; None where none of them was asked about.
+
+    Raises:
+        ConfigError: All that were asked about are refused.
+    """
+    if choice is None:
+        return None
+    allowed = {name: s for name, s in shapes.items() if kernels.may_serve_prompts(s)}
+    seconds = {name: s for name, s in choice.seconds.items() if name in allowed}
+    if choice.winner in allowed:
+        return allowed[choice.winner]
+    if choice.default in seconds:
+        again = choose(choice.operation, choice.sizes, choice.default, seconds, {})
+        return allowed[again.winner]
+    if seconds:
+        return allowed[min(seconds, key=lambda name: seconds[name])]
+    refused = [f"{name}: {why}" for name, why in choice.refused.items() if name in allowed]
+    if refused:
+        raise ConfigError(
+            f"plan {file}: {choice.operation}, {choice.sizes}: no shape of the kernel that "
+            f"--prefill-attention asks for is right here ({refused[0]}); use auto"
+        )
+    return None
 
 
 def over(attention: str, kv_dtype: torch.dtype) -> str:
@@ -428,7 +483,7 @@ def _prefill(
         at = _Sequences.of(kernels, heads, (1, length, length), kv_dtype, unit)
         return at, at.q[0].transpose(0, 1).contiguous()
 
-    def by(shape: Shape) -> Tensor:
+    def by(shape: PrefillShape) -> Tensor:
         at, q_THD = given()
         out_THD = torch.empty_like(q_THD)
         prefill(
@@ -450,11 +505,11 @@ def _prefill(
         parts = [_exact_rows(at.q, at.k, at.v, row) for row in range(0, length, _ROWS)]
         return torch.cat(parts, 1)[0]
 
-    shapes = _shapes(kernels, heads.dim, kv_dtype)
+    shapes = _asked_shapes(kernels, heads.dim, kv_dtype, unit)
     tiles = {shape.block_m: _tiles(length, shape.block_m, kernels.device) for shape in shapes}
     usual = prefill_shape(heads.dim, bound - 1, kernels.capability)
-    works = {shape.words: partial(by, shape) for shape in shapes}
-    return Question(over(PREFILL, kv_dtype), key_words(bound), usual.words, works, truth)
+    works = {name_of(shape): partial(by, shape) for shape in shapes}
+    return Question(over(PREFILL, kv_dtype), key_words(bound), name_of(usual), works, truth)
 
 
 def _tiles(length: int, block_m: int, device: torch.device) -> Tensor:

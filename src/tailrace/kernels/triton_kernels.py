@@ -32,8 +32,13 @@ from tailrace.kernels.linear.triton_skinny import SkinnyLinear, SkinnyScratch
 from tailrace.kernels.linear.weight import plain
 from tailrace.kernels.linear.workspace import Workspace
 from tailrace.kernels.paged_attention.device_batch import plan
+from tailrace.kernels.paged_attention.prefill_kernels import (
+    hopper_shapes,
+    is_hopper,
+    prefill,
+    why_not_hopper,
+)
 from tailrace.kernels.paged_attention.triton_decode import DecodeScratch, decode
-from tailrace.kernels.paged_attention.triton_prefill import prefill
 from tailrace.kernels.rms_norm.triton import add_rms_norm
 from tailrace.kernels.rope_cache.triton import rope_and_cache
 from tailrace.kernels.silu_mul.triton import silu_mul
@@ -48,8 +53,8 @@ if TYPE_CHECKING:
     from tailrace.kernels.linear.ways import PlannedLinear, Ways
     from tailrace.kernels.linear.weight import Weight
     from tailrace.kernels.paged_attention.device_batch import DeviceBatch
+    from tailrace.kernels.paged_attention.prefill_kernels import PrefillShape
     from tailrace.kernels.paged_attention.triton_decode import DecodeShape
-    from tailrace.kernels.paged_attention.triton_prefill import Shape
     from tailrace.kernels.rotary import Rotary
 
     L = TypeVar("L", bound=PlannedLinear)
@@ -91,12 +96,50 @@ class TritonKernels:
         self._phased: list[ref[PhasedLinear]] = []
         self.decode_row: DecodeShape | None = None
         """A plan's shape of decodes' attention."""
-        self.prefill_rows: tuple[tuple[int, Shape], ...] = ()
+        self.prefill_rows: tuple[tuple[int, PrefillShape], ...] = ()
         """A plan's shapes of prompts' attention: (below so many keys, shape), ascending."""
+        self._prefill_asked = "auto"
         self._beside = torch.cuda.Stream(device, priority=-1) if is_gpu else None  # type: ignore[no-untyped-call]
 
-    def prefill_shape(self, head_dim: int, max_kv_len: int) -> Shape:
-        """Return the shape of prompts' attention: the plan's, or the table's.
+    def serve_prompts_by(
+        self, asked: str, *, head_dim: int, kv_dtype: torch.dtype, unit: int
+    ) -> None:
+        """Let a kernel compute prompts' attention; before a plan is asked about, or a step made.
+
+        Args:
+            asked: auto (a plan's choice of all that serve here; without one, Triton's), triton, or
+                hopper.
+            head_dim: Of the model.
+            kv_dtype: Of the cache.
+            unit: Tokens of one of its units.
+
+        Raises:
+            ConfigError: Hopper's is asked for and cannot serve the model here.
+        """
+        reason = self.why_not_hopper(head_dim, kv_dtype, unit)
+        if asked == "hopper" and reason is not None:
+            raise ConfigError(f"--prefill-attention hopper: {reason}; use auto or triton")
+        self._prefill_asked = asked
+
+    def why_not_hopper(self, head_dim: int, kv_dtype: torch.dtype, unit: int) -> str | None:
+        """Say why Hopper's kernel cannot serve prompts of a model here, or None where it can."""
+        return why_not_hopper(
+            device=self.device,
+            capability=self.capability,
+            dtype=self.dtype,
+            kv_dtype=kv_dtype,
+            head_dim=head_dim,
+            unit=unit,
+        )
+
+    def may_serve_prompts(self, shape: PrefillShape) -> bool:
+        """Tell whether prompts' attention may be by the kernel of a shape, as it was asked for."""
+        return self._prefill_asked == "auto" or (
+            is_hopper(shape) == (self._prefill_asked == "hopper")
+        )
+
+    def prefill_shape(self, head_dim: int, max_kv_len: int) -> PrefillShape:
+        """Return the shape of prompts' attention: the plan's, or the usual one.
 
         Raises:
             ConfigError: No kernel serves the head dimension or the GPU.
@@ -104,6 +147,16 @@ class TritonKernels:
         for bound, shape in self.prefill_rows:
             if max_kv_len < bound:
                 return shape
+        return self.usual_prefill_shape(head_dim, max_kv_len)
+
+    def usual_prefill_shape(self, head_dim: int, max_kv_len: int) -> PrefillShape:
+        """Return the shape without a plan: the table's, or the usual one of Hopper's kernel.
+
+        Raises:
+            ConfigError: No kernel serves the head dimension or the GPU.
+        """
+        if self._prefill_asked == "hopper":
+            return hopper_shapes(head_dim)[0]
         return prefill_shape(head_dim, max_kv_len, self.capability)
 
     def decode_shape(self, head_dim: int) -> DecodeShape:

@@ -15,7 +15,7 @@ import torch
 from tailrace.kernels.attention_batch import AttentionBatch
 
 if TYPE_CHECKING:
-    from tailrace.kernels.paged_attention.triton_prefill import Shape
+    from tailrace.kernels.paged_attention.prefill_kernels import PrefillShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class DeviceBatch(AttentionBatch):
 
     tiles: torch.Tensor
     """int32 [N, 2]: sequence and first row within its chunk; of the sequences after the decodes."""
-    shape: Shape
+    shape: PrefillShape
     """That `tiles` are cut for."""
 
 
@@ -49,7 +49,7 @@ def cut_tiles(
     return np.ascontiguousarray(tiles, dtype=np.int32)
 
 
-def plan(batch: AttentionBatch, shape: Shape) -> DeviceBatch:
+def plan(batch: AttentionBatch, shape: PrefillShape) -> DeviceBatch:
     """Return the plan of a batch whose metadata must be read back: for tests and small jobs."""
     if isinstance(batch, DeviceBatch):
         return batch

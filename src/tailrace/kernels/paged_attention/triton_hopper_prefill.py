@@ -393,7 +393,9 @@ def hopper_prefill_kernel(
     for side in gl.static_range(SIDES):
         mbarrier.init(turns.index(side), count=1)
     bars = (q_bar, k_full, k_free, v_full, v_free, turns)
-    common = (q_smem, k_pieces, v_pieces, bars, gl.cdiv(end, BLOCK_N), full)
+    # A tile without rows, as captured steps are padded with, takes one of no keys: its sides wait
+    # for keys whatever there is.
+    common = (q_smem, k_pieces, v_pieces, bars, gl.maximum(gl.cdiv(end, BLOCK_N), 1), full)
     place = (table, head // GROUP, kv_len)
     row = row_start + first
     rows_left = num_rows - first
@@ -481,16 +483,19 @@ def box_tokens(unit: int, shape: HopperShape) -> int:
     return min(unit, shape.block_n)
 
 
-def serves(q_THD: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
+def serves(
+    q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, *, unit: int | None = None
+) -> str | None:
     """Say why the kernel does not serve these, or None where it does.
 
     Args:
         q_THD: See `hopper_prefill`.
         k_cache: As there.
         v_cache: As there.
+        unit: As there.
     """
     head_dim = q_THD.shape[2]
-    unit = v_cache.shape[2]
+    unit = v_cache.shape[2] if unit is None else unit
     if head_dim not in USUAL:
         return f"{head_dim} dimensions a head: 64 or 128 are served"
     if q_THD.dtype not in {torch.bfloat16, torch.float16}:
@@ -522,6 +527,7 @@ def hopper_prefill(
     block_tables: Tensor,
     scale: float,
     shape: HopperShape | None = None,
+    unit: int | None = None,
 ) -> None:
     """Write causal attention of the rows in `tiles` into `out_THD`, on a Hopper GPU.
 
@@ -536,23 +542,27 @@ def hopper_prefill(
         block_tables: int32 [B, W], contiguous rows.
         scale: Of the scores; positive.
         shape: Instead of the usual one; `tiles` are cut for 128 rows.
+        unit: Tokens of a unit, where the cache's shape does not say it: at least a tile's, a power
+            of two. Boxes then end with the cache's `block_size`, and units may overlap, as many as
+            `num_blocks` says; the memory of all of them must be there, for a box is read whole.
 
     Raises:
         EngineError: The kernel does not serve these tensors.
     """
-    reason = serves(q_THD, k_cache, v_cache)
+    reason = serves(q_THD, k_cache, v_cache, unit=unit)
     if reason is not None:
         raise EngineError(f"Hopper's prefill kernel: {reason}")
     num_tokens, num_heads, head_dim = q_THD.shape
-    num_kv_heads, unit = v_cache.shape[1:3]
+    num_kv_heads = v_cache.shape[1]
+    unit = v_cache.shape[2] if unit is None else unit
     shape = shape or USUAL[head_dim]
     hopper_prefill_kernel[(num_heads, tiles.shape[0])](
         TensorDescriptor(
             q_THD, [num_tokens, num_heads * head_dim], [num_heads * head_dim, 1],
             [_SIDE, head_dim], query_layout(),
         ),
-        _boxes(k_cache.transpose(2, 3), shape),
-        _boxes(v_cache, shape),
+        _boxes(k_cache.transpose(2, 3), unit, shape),
+        _boxes(v_cache, unit, shape),
         out_THD,
         tiles,
         query_starts,
@@ -574,10 +584,10 @@ def hopper_prefill(
     )  # fmt: skip
 
 
-def _boxes(cache: Tensor, shape: HopperShape) -> TensorDescriptor:
+def _boxes(cache: Tensor, unit: int, shape: HopperShape) -> TensorDescriptor:
     """Return the descriptor of a cache [num_blocks, Hkv, block_size, D] by unit and token."""
     by_token = cache.transpose(1, 2)
-    box = [1, box_tokens(by_token.shape[1], shape), 1, _COLUMNS]
+    box = [1, box_tokens(unit, shape), 1, _COLUMNS]
     return TensorDescriptor(
         by_token, list(by_token.shape), list(by_token.stride()), box, box_layout()
     )
