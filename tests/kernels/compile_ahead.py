@@ -368,7 +368,10 @@ def hopper_int8_cases(kind: int) -> Iterator[Case]:
 
 
 def hopper_prefill_cases(kind: int) -> Iterator[Case]:
-    """Every candidate in bfloat16 over units of 8; the usual ones in float16 over 16 and 256."""
+    """Every candidate in bfloat16 over units of 8; the usual ones over what else they serve.
+
+    That is units of 16 and 32 in a pool, keys in one piece, and float16.
+    """
     if kind < HOPPER:
         return
     usual = triton_hopper_prefill.USUAL
@@ -377,7 +380,8 @@ def hopper_prefill_cases(kind: int) -> Iterator[Case]:
         for head_dim, shapes in triton_hopper_prefill.CANDIDATES.items()
         for shape in shapes
     ]
-    wanted += [(dim, usual[dim], "fp16", unit) for dim, unit in ((128, 16), (64, 16), (128, 256))]
+    others = itertools.product(usual.items(), (("fp16", 16), ("bf16", 32), ("bf16", WHOLE)))
+    wanted += [(dim, shape, half, unit) for (dim, shape), (half, unit) in others]
     for head_dim, shape, half, unit in wanted:
         heads, kv_heads = HEADS[head_dim]
         box = triton_hopper_prefill.box_tokens(unit, shape)
