@@ -15,6 +15,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from tailrace.kernels.paged_attention import contiguous
 from tailrace.kernels.paged_attention.contiguous import Spans, attend, index_arrays, reaches
+from tailrace.kernels.paged_attention.triton_hopper_prefill import USUAL
+from tailrace.kernels.triton_kernels import TritonKernels
+from tests.kernels.hopper_stand_in import let_hopper_serve
+from tests.kernels.on_triton import OnTriton
 
 # (queries, offset, firsts, ends): whole prompts, left and right padding, a chunk over a prefix,
 # a chunk that a prompt does not reach, a row of padding alone.
@@ -188,3 +192,67 @@ def test_what_32_bits_do_not_reach_is_known():
         ((4, 1, 1024, 1), (1 << 31, 1, 1, 1)),  # sequences far apart
     ):
         assert not reaches(torch.empty(1, device="meta").as_strided(shape, strides))
+
+
+# By Hopper's kernel
+
+
+@pytest.fixture
+def hopper(interpreter, monkeypatch):
+    return let_hopper_serve(monkeypatch)
+
+
+WIDE = TritonKernels(torch.device("cpu"), "float32")
+
+
+def by_hopper(q, k, v, spans):
+    return attend(q, k, v, spans, scale=0.3, capability=WIDE.capability, shape=USUAL[64])
+
+
+@pytest.mark.parametrize("name", [name for name in PADDINGS if name != "nothing"])
+@pytest.mark.parametrize("layout", [token_major, inside_a_larger_cache, torch.Tensor.contiguous])
+def test_hoppers_kernel_is_called_over_the_same_keys(hopper, name, layout):
+    spans = PADDINGS[name]
+    q, k, v = random_case(OnTriton(WIDE), spans, heads=4, kv_heads=2, head_dim=64, spare=0)
+    found = by_hopper(q, layout(k), layout(v), spans)
+    assert_close(name, found, formula(q, k, v, spans, 0.3), rtol=2e-5, atol=2e-5)
+    assert hopper.calls
+
+
+def test_boxes_stay_within_the_memory_and_only_what_they_would_leave_is_copied(hopper, monkeypatch):
+    """A box is read whole, up to the longest sequence's length from where any sequence begins."""
+    used = []
+    launch = contiguous._launch
+
+    def spy(q, k, v, out, **known):
+        used.append(k.data_ptr())
+        units, tokens = known["reach"]
+        last = (units + tokens - 2) * k.stride(2) + (k.shape[1] - 1) * k.stride(1) + 64
+        assert (k.storage_offset() + last) * 4 <= k.untyped_storage().nbytes()
+        launch(q, k, v, out, **known)
+
+    monkeypatch.setattr(contiguous, "_launch", spy)
+    for spans, is_copied in (
+        (Spans.unpadded(2, 70, 0), False),
+        (Spans(70, 0, (0, 0), (70, 50)), False),  # what is behind the second is its padding
+        (Spans(70, 0, (13, 0), (70, 70)), False),  # ... behind the first, the second
+        (Spans(70, 0, (0, 13), (70, 70)), True),
+        (Spans(70, 0, (13, 13), (70, 70)), False),  # none is longer than the last
+    ):
+        q, k, v = random_case(OnTriton(WIDE), spans, heads=4, kv_heads=2, head_dim=64, spare=0)
+        k, v = k.contiguous(), v.contiguous()
+        found = by_hopper(q, k, v, spans)
+        assert (used[-1] != k.data_ptr()) == is_copied
+        assert_close("out", found, formula(q, k, v, spans, 0.3), rtol=2e-5, atol=2e-5)
+
+
+def test_what_boxes_cannot_be_copied_of_is_copied_first(hopper):
+    """Dimensions that lie apart, and keys that begin between multiples of 16 bytes."""
+    spans = Spans.unpadded(2, 70, 0)
+    q, k, v = random_case(OnTriton(WIDE), spans, heads=4, kv_heads=2, head_dim=64, spare=0)
+    expected = formula(q, k, v, spans, 0.3)
+    apart = k.transpose(2, 3).contiguous().transpose(2, 3)
+    shifted = torch.empty(v.numel() + 1)[1:].view(v.shape).copy_(v)
+    for keys, values in ((apart, v), (k, shifted)):
+        found = by_hopper(q, keys, values, spans)
+        assert_close("out", found, expected, rtol=2e-5, atol=2e-5)

@@ -7,6 +7,9 @@ An entry counts in steps from token to token, so that left padding is only anoth
     keys     [- - a a a a]        entry 2                       -: padding
              [b b b b - -]        entry 6 x (tokens apart), 4 keys
 
+Hopper's kernel copies boxes of keys, whose last may reach behind a sequence: where that is behind
+the memory, keys and values are copied to a place with room.
+
 Rows without a query are gaps between the sequences of the step: sequence 2b is row b of the batch,
 sequence 2b + 1 what lies between it and the next, of which no tile is cut.
 
@@ -25,12 +28,12 @@ import torch
 from tailrace.errors import EngineError
 from tailrace.kernels.attention_shapes import Capability, prefill_shape
 from tailrace.kernels.paged_attention.device_batch import cut_tiles
-from tailrace.kernels.paged_attention.triton_prefill import prefill
+from tailrace.kernels.paged_attention.prefill_kernels import is_hopper, prefill
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tailrace.kernels.paged_attention.triton_prefill import Shape
+    from tailrace.kernels.paged_attention.prefill_kernels import PrefillShape
 
 WHOLE = 1 << 20
 """Tokens of a unit that holds any sequence; a constant, so that no length compiles anew."""
@@ -103,7 +106,7 @@ def attend(
     *,
     scale: float,
     capability: Capability,
-    shape: Shape | None = None,
+    shape: PrefillShape | None = None,
 ) -> Tensor:
     """Return causal attention [B, Q, Hq, D]; queries that are not real give zeros.
 
@@ -117,26 +120,33 @@ def attend(
         spans: Of B rows.
         scale: Of the scores.
         capability: Of the GPU, for the shape of the kernel.
-        shape: Another than the one that usually serves the GPU.
+        shape: Another than the one that usually serves the GPU: of Triton's kernel, or of Hopper's.
 
     Raises:
         ConfigError: No kernel serves the head dimension or the GPU.
+        EngineError: Hopper's kernel does not serve these tensors.
     """
     batch, num_heads, queries, head_dim = q_BHQD.shape
+    shape = shape or prefill_shape(head_dim, max(spans.ends), capability)
     apart = _tokens_apart(k_BHTD)
     if apart is None or apart != _tokens_apart(v_BHTD):
         k_BHTD, v_BHTD = (x.clone(memory_format=torch.contiguous_format) for x in (k_BHTD, v_BHTD))
         apart = k_BHTD.stride(0) // k_BHTD.stride(2)
+    if is_hopper(shape) and not all(_is_boxable(x, spans, apart) for x in (k_BHTD, v_BHTD)):
+        k_BHTD, v_BHTD = (_with_room(x, spans) for x in (k_BHTD, v_BHTD))
+        apart = k_BHTD.stride(0) // k_BHTD.stride(2)
     # Of a batch of one, reshape alone would be a view whose heads lie apart.
     q_THD = q_BHQD.transpose(1, 2).reshape(batch * queries, num_heads, head_dim).contiguous()
     out_THD = torch.zeros_like(q_THD) if spans.is_padded else torch.empty_like(q_THD)
-    shape = shape or prefill_shape(head_dim, max(spans.ends), capability)
     indices = _indices(spans, apart, shape.block_m, q_THD.device)
     if q_THD.is_cuda:
         # Another stream may have made them, and drop them before this one has read them.
         indices.memory.record_stream(torch.cuda.current_stream(q_THD.device))
     if len(indices.tiles):
-        _launch(q_THD, k_BHTD, v_BHTD, out_THD, indices=indices, scale=scale, shape=shape)
+        reach = _reach(spans, apart) if is_hopper(shape) else (1, k_BHTD.shape[2])
+        _launch(
+            q_THD, k_BHTD, v_BHTD, out_THD, reach=reach, indices=indices, scale=scale, shape=shape
+        )
     return out_THD.view(batch, queries, num_heads, head_dim)
 
 
@@ -146,16 +156,22 @@ def _launch(
     v_BHTD: Tensor,
     out_THD: Tensor,
     *,
+    reach: tuple[int, int],
     indices: _Indices,
     scale: float,
-    shape: Shape,
+    shape: PrefillShape,
 ) -> None:
-    _, heads, tokens, dims = k_BHTD.shape
+    """Call the kernel over caches of `reach`: units, and tokens of each.
+
+    Triton's kernel looks at neither, only at a sequence's own keys.
+    """
+    units, tokens = reach
+    heads, dims = k_BHTD.shape[1], k_BHTD.shape[3]
     _, k_head, k_token, k_dim = k_BHTD.stride()
     _, v_head, v_token, v_dim = v_BHTD.stride()
     # Units begin a token apart from each other, each as long as what follows.
-    k_cache = k_BHTD.as_strided((1, heads, dims, tokens), (k_token, k_head, k_dim, k_token))
-    v_cache = v_BHTD.as_strided((1, heads, tokens, dims), (v_token, v_head, v_token, v_dim))
+    k_cache = k_BHTD.as_strided((units, heads, dims, tokens), (k_token, k_head, k_dim, k_token))
+    v_cache = v_BHTD.as_strided((units, heads, tokens, dims), (v_token, v_head, v_token, v_dim))
     prefill(
         q_THD,
         k_cache,
@@ -169,6 +185,32 @@ def _launch(
         shape=shape,
         unit=WHOLE,
     )
+
+
+def _reach(spans: Spans, apart: int) -> tuple[int, int]:
+    """Return the units up to that of the last sequence, and the tokens of the longest one."""
+    last = max(row * apart + first for row, first in enumerate(spans.firsts))
+    lengths = (end - first for first, end in zip(spans.firsts, spans.ends, strict=True))
+    return last + 1, max(lengths)
+
+
+def _is_boxable(x_BHTD: Tensor, spans: Spans, apart: int) -> bool:
+    """Whether boxes of every unit can be copied: dimensions side by side, all in the memory."""
+    _, heads, _, dims = x_BHTD.shape
+    _, head, token, dim = x_BHTD.stride()
+    units, tokens = _reach(spans, apart)
+    end = (units + tokens - 2) * token + (heads - 1) * head + dims
+    held = x_BHTD.untyped_storage().nbytes() // x_BHTD.itemsize - x_BHTD.storage_offset()
+    # Copies begin at multiples of 16 bytes.
+    is_even = all(x > 0 and x % 8 == 0 for x in (head, token)) and x_BHTD.data_ptr() % 16 == 0
+    return dim == 1 and is_even and end <= held
+
+
+def _with_room(x_BHTD: Tensor, spans: Spans) -> Tensor:
+    """Return a copy with room behind each sequence for boxes of any other's length."""
+    batch, heads, tokens, dims = x_BHTD.shape
+    room = x_BHTD.new_empty(batch, heads, tokens + max(spans.firsts), dims)[:, :, :tokens]
+    return room.copy_(x_BHTD)
 
 
 def _tokens_apart(x_BHTD: Tensor) -> int | None:
