@@ -27,6 +27,8 @@ from tests.support.interpreter import quietly
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from tests.kernels.hopper_stand_in import let_hopper_serve
+
 VOCAB, LAYERS = 97, 2
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS,
@@ -277,13 +279,16 @@ def tensor(shape=(1, 4, 8, 64), dtype=torch.float16, device="cuda"):
     )  # fmt: skip
 
 
-def reason_of(monkeypatch, query=None, key=None, *, capability=(9, 0), captured=False):
+def reason_of(
+    monkeypatch, query=None, key=None, *, capability=(9, 0), captured=False, by_hopper=False
+):
     """Return why a call on a GPU would be SDPA's."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
     monkeypatch.setattr("tailrace.kernels.paged_attention.contiguous.reaches", lambda _: True)
     query, key = query or tensor(), key or tensor((1, 2, 8, 64))
-    return hook._why_not(hook._Call(torch.nn.Identity(), query, key, key, 0.0, None, {}))
+    call = hook._Call(torch.nn.Identity(), query, key, key, 0.0, None, {})
+    return hook._why_not(call, by_hopper=by_hopper)
 
 
 def test_what_a_gpu_must_be_and_hold(monkeypatch):
@@ -296,6 +301,12 @@ def test_what_a_gpu_must_be_and_hold(monkeypatch):
     assert reason_of(monkeypatch, tensor((1, 3, 8, 64))) is Reason.HEADS
     assert reason_of(monkeypatch, tensor((2, 4, 8, 64))) is Reason.HEADS
     assert reason_of(monkeypatch, tensor(device="cpu")) is Reason.NO_GPU  # keys: elsewhere
+    assert reason_of(monkeypatch, by_hopper=True) is None
+    assert reason_of(monkeypatch, capability=(8, 9)) is None
+    assert reason_of(monkeypatch, capability=(8, 9), by_hopper=True) is Reason.NOT_HOPPER
+    narrow = tensor((1, 4, 8, 32)), tensor((1, 2, 8, 32))
+    assert reason_of(monkeypatch, *narrow) is None
+    assert reason_of(monkeypatch, *narrow, by_hopper=True) is Reason.HOPPER_HEAD_DIM
     monkeypatch.setattr(hook, "_has_triton", lambda: False)
     assert reason_of(monkeypatch) is Reason.NO_TRITON
 
@@ -333,9 +344,37 @@ def test_every_reason_is_met_by_some_test():
     elsewhere = {
         Reason.NO_GPU, Reason.NO_TRITON, Reason.OLD_GPU, Reason.CAPTURE, Reason.DTYPE,
         Reason.HEADS, Reason.TOO_FAR, Reason.MASK_NOT_CAUSAL, Reason.MASK_WITH_HOLES,
-        Reason.MASK_SHAPE,
+        Reason.MASK_SHAPE, Reason.NOT_HOPPER, Reason.HOPPER_HEAD_DIM,
     }  # fmt: skip
     assert elsewhere | CALLS.keys() == set(Reason)
+
+
+def test_a_name_may_have_hoppers_kernel_and_the_other_keeps_tritons(monkeypatch):
+    stand_in = let_hopper_serve(monkeypatch)
+    hook.register("tailrace-hopper", prefill_attention="hopper")
+    model = make(LlamaConfig(**SIZES, head_dim=64))
+    mask = torch.tensor(LEFT, device=DEVICE)
+    known = {"attention_mask": mask, "use_cache": False}
+    found = [logits(model, f"tailrace{name}", ids(), **known) for name in ("", "-hopper")]
+    assert len(stand_in.calls) == LAYERS
+    assert (hook.served(), hook.fallbacks()) == (2 * LAYERS, {})
+    expected = logits(model, "sdpa", ids(), **known)
+    for ours in found:
+        torch.testing.assert_close(ours[mask.bool()], expected[mask.bool()], rtol=NOISE, atol=NOISE)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may have the kernel")
+def test_hoppers_kernel_without_a_hopper_gpu_is_sdpa_with_the_reason():
+    hook.register("tailrace-hopper", prefill_attention="hopper")
+    model = make(LlamaConfig(**SIZES, head_dim=64))
+    found = logits(model, "tailrace-hopper", ids(), use_cache=False)
+    assert (hook.served(), hook.fallbacks()) == (0, {str(Reason.NOT_HOPPER): LAYERS})
+    assert torch.equal(found, logits(model, "sdpa", ids(), use_cache=False))
+
+
+def test_a_kernel_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match="'hoper': must be one of triton, hopper .*'hopper'"):
+        hook.register(prefill_attention="hoper")
 
 
 @pytest.mark.parametrize(

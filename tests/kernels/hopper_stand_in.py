@@ -63,7 +63,7 @@ class HopperStandIn:
             seen.add((sequence, first))
             rows = slice(start + first, min(start + first + BLOCK_M, stop))
             keys = kv_len - (stop - rows.stop)
-            positions = torch.arange(keys)
+            positions = torch.arange(keys, device=q.device)
             units = block_tables[sequence, positions // unit].long()
             assert 0 <= int(units.min()) <= int(units.max()) < k_cache.shape[0]
             k = k_cache[units, :, :, positions % unit].transpose(0, 1)

@@ -25,13 +25,13 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tailrace.errors import ConfigError
+from tailrace.errors import ConfigError, nearest
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -49,8 +49,12 @@ if TYPE_CHECKING:
 
     from tailrace.kernels.paged_attention.contiguous import Spans
 
+    _Rules = tuple[tuple["Reason", Callable[["_Call"], bool]], ...]
+
 LOGGER = logging.getLogger(__name__)
 HEAD_DIMS = (16, 32, 64, 128, 256)
+HOPPER_HEAD_DIMS = (64, 128)
+KERNELS = ("triton", "hopper")
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -72,6 +76,10 @@ class Reason(StrEnum):
     POSITION_BIAS = "a position bias"
     WEIGHTS_WANTED = "the attention weights are asked for (output_attentions)"
     TOO_FAR = "keys beyond the reach of 32-bit offsets"
+    NOT_HOPPER = (
+        "Hopper's kernel is asked for: not a Hopper GPU (compute capability 9.0) with Triton 3.6"
+    )
+    HOPPER_HEAD_DIM = "Hopper's kernel is asked for: the head dimension is neither 64 nor 128"
     MASK_OF_CALLER = "a mask that the caller made"
     MASK_NOT_CAUSAL = "a mask that is more than causal with padding"
     MASK_WITH_HOLES = "padding between real tokens"
@@ -132,14 +140,27 @@ _LEFT_OUT = {
 }
 
 
-def register(name: str = "tailrace") -> None:
+def register(name: str = "tailrace", *, prefill_attention: str = "triton") -> None:
     """Make the attention known to transformers; again does no harm.
 
     Args:
         name: For `model.set_attn_implementation` and `attn_implementation=`.
+        prefill_attention: Whose kernel computes: "triton", or "hopper" (not yet run on a GPU; what
+            it does not serve goes to SDPA, with the reason). Each name has its own.
+
+    Raises:
+        ConfigError: There is no such kernel.
     """
+    if prefill_attention not in KERNELS:
+        raise ConfigError(
+            f"prefill_attention {prefill_attention!r}: must be one of {', '.join(KERNELS)}"
+            f"{nearest(prefill_attention, KERNELS)}"
+        )
+    by_hopper = prefill_attention == "hopper"
     AttentionMaskInterface.register(name, tailrace_mask)
-    AttentionInterface.register(name, tailrace_attention)
+    AttentionInterface.register(
+        name, partial(tailrace_attention, by_hopper=True) if by_hopper else tailrace_attention
+    )
 
 
 def fallbacks() -> dict[str, int]:
@@ -168,6 +189,8 @@ def tailrace_attention(  # noqa: PLR0917 - transformers' order
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    *,
+    by_hopper: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Return attention [B, Q, Hq, D] and no weights: an entry of `AttentionInterface`.
@@ -183,6 +206,7 @@ def tailrace_attention(  # noqa: PLR0917 - transformers' order
         dropout: Of the weights.
         scaling: Of the scores; 1/sqrt(D) where None.
         is_causal: Over `module.is_causal`.
+        by_hopper: Whether by Hopper's kernel, as a name is registered for.
         kwargs: What else the model says; see `Reason`.
 
     Raises:
@@ -192,10 +216,10 @@ def tailrace_attention(  # noqa: PLR0917 - transformers' order
     found: Spans | Reason | None = None
     if not _is_traced():
         call = _Call(module, query, key, value, dropout, is_causal, kwargs)
-        found = _why_not(call) or _spans(call, attention_mask)
+        found = _why_not(call, by_hopper=by_hopper) or _spans(call, attention_mask)
         if not isinstance(found, Reason):
             _TALLY.served += 1
-            return _prefill(call, found, scaling), None
+            return _prefill(call, found, scaling, by_hopper=by_hopper), None
         _TALLY.fall_back(found)
     output, _ = sdpa_attention_forward(
         module,
@@ -239,9 +263,10 @@ def _is_traced() -> bool:
     return torch.compiler.is_compiling() or tracing
 
 
-def _why_not(call: _Call) -> Reason | None:
+def _why_not(call: _Call, *, by_hopper: bool = False) -> Reason | None:
     """Return what keeps the kernel from the call, whatever the mask."""
-    return next((reason for reason, holds in _RULES if holds(call)), None)
+    rules = (*_RULES, *_HOPPER_RULES) if by_hopper else _RULES
+    return next((reason for reason, holds in rules if holds(call)), None)
 
 
 def _records_gradients(call: _Call) -> bool:
@@ -312,8 +337,16 @@ def _reaches_not(call: _Call) -> bool:
     return not (reaches(call.key) and reaches(call.value))
 
 
+def _is_no_hopper(call: _Call) -> bool:
+    from tailrace.kernels.paged_attention import prefill_kernels  # noqa: PLC0415 - as below
+    from tailrace.kernels.triton_kernels import capability_of  # noqa: PLC0415 - as below
+
+    device = call.query.device
+    return prefill_kernels.why_no_gluon(device, capability_of(device)) is not None
+
+
 # Triton is imported only past the rule that it is installed.
-_RULES: tuple[tuple[Reason, Callable[[_Call], bool]], ...] = (
+_RULES: _Rules = (
     (Reason.GRADIENTS, _records_gradients),
     (Reason.DROPOUT, lambda call: call.dropout > 0),
     (Reason.NO_GPU, _has_no_gpu),
@@ -329,6 +362,10 @@ _RULES: tuple[tuple[Reason, Callable[[_Call], bool]], ...] = (
     (Reason.POSITION_BIAS, lambda call: call.extras.get("position_bias") is not None),
     (Reason.WEIGHTS_WANTED, lambda call: bool(call.extras.get("output_attentions"))),
     (Reason.TOO_FAR, _reaches_not),
+)
+_HOPPER_RULES: _Rules = (
+    (Reason.NOT_HOPPER, _is_no_hopper),
+    (Reason.HOPPER_HEAD_DIM, lambda call: call.query.shape[3] not in HOPPER_HEAD_DIMS),
 )
 
 
@@ -381,16 +418,20 @@ def _read(kwargs: dict[str, Any], batch: int, queries: int, keys: int) -> Spans 
     return Spans(queries, offset, tuple(firsts), tuple(ends))
 
 
-def _prefill(call: _Call, spans: Spans, scaling: float | None) -> Tensor:
+def _prefill(call: _Call, spans: Spans, scaling: float | None, *, by_hopper: bool) -> Tensor:
     from tailrace.kernels.paged_attention.contiguous import attend  # noqa: PLC0415 - needs Triton
+    from tailrace.kernels.paged_attention.prefill_kernels import (  # noqa: PLC0415 - needs Triton
+        hopper_shapes,
+    )
     from tailrace.kernels.triton_kernels import capability_of  # noqa: PLC0415 - needs Triton
 
-    device = call.query.device
+    device, head_dim = call.query.device, call.query.shape[3]
     # Triton launches on the current device, which need not be this layer's.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         return attend(
             *call.tensors,
             spans,
-            scale=call.query.shape[3] ** -0.5 if scaling is None else scaling,
+            scale=head_dim**-0.5 if scaling is None else scaling,
             capability=capability_of(device),
+            shape=hopper_shapes(head_dim)[0] if by_hopper else None,
         )
