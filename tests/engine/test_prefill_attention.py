@@ -116,7 +116,8 @@ def test_prompts_by_hoppers_kernel_give_the_cpu_runners_tokens(folder, truth, ho
     assert any(first for call in hopper.calls for _, first in call.tiles)
     if kind is Framed:
         frames = {(frame.rows, frame.tiles) for frame in runner.frames if frame and frame.tokens}
-        assert frames >= {(call.rows, len(call.tiles)) for call in hopper.calls}
+        assert frames <= {(call.rows, len(call.tiles)) for call in hopper.calls}
+        assert len(frames) > 1
         assert all(frame.tiles == -(-frame.tokens // BLOCK_M) + 16 for frame in runner._mixed)
 
 
