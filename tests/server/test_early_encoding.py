@@ -17,6 +17,7 @@ from tailrace.server.early_encoding import EarlyEncoding, early_chat, early_prom
 from tailrace.server.routes_generate import ROUTES as GENERATE
 from tailrace.server.routes_messages import ROUTES as MESSAGES
 from tailrace.server.routes_openai import ROUTES as OPENAI
+from tailrace.server.routes_responses import ROUTES as RESPONSES
 from tailrace.text.incremental import IncrementalEncoder
 from tests.server.hand_made import HandMadeRequest, load_text, make_services
 from tests.text import vocabularies
@@ -34,7 +35,7 @@ ODD_TEMPLATE = (
     "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}"
     "{% endif %}<|im_end|>{% endfor %}"
 )
-ROUTES = {**OPENAI, **GENERATE, **MESSAGES}
+ROUTES = {**OPENAI, **GENERATE, **MESSAGES, **RESPONSES}
 
 
 class InParts(HandMadeRequest):
@@ -285,6 +286,57 @@ def test_anthropics_messages_are_served_alike_however_they_come(
     assert served(text, "/v1/messages", split(body, cuts)) == served(text, "/v1/messages", [body])
 
 
+about_responses = st.sampled_from(
+    [
+        ("instructions", "  You are a miller.  "),
+        ("instructions", ""),
+        ("instructions", None),
+        ("input", "others, late"),
+        ("input", [{"role": "user", "content": "others"}]),
+        ("previous_response_id", None),
+        ("previous_response_id", "resp_1"),
+        ("tools", [{"type": "function", "name": "f"}]),
+        ("text", {"format": {"type": "text"}}),
+        ("x", [{"role": "user", "content": "no message"}]),
+    ]
+)
+items = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["user", "assistant", "system", "developer", "tool"]),
+            "content": spaced
+            | st.lists(spaced.map(lambda t: {"type": "input_text", "text": t}), max_size=2),
+        },
+        optional={"type": st.just("message"), "status": st.just("incomplete")},
+    )
+    | st.sampled_from(
+        [
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "flour"},
+            {"type": "reasoning", "id": "r", "summary": []},
+            {"type": "reasoning", "role": "user", "content": "not shown"},
+        ]
+    ),
+    max_size=4,
+)
+
+
+@given(
+    sent=spaced | items,
+    before=st.lists(about_responses, max_size=2),
+    after=st.lists(about_responses, max_size=2),
+    data=st.data(),
+)
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@example("Grind it", [("instructions", "x")], [("instructions", "y")], None)
+@example([{"role": "developer", "content": "Grind it"}], [], [], None)
+def test_responses_are_served_alike_however_they_come(text, sent, before, after, data):
+    fields = [("model", "tiny"), *before, ("input", sent), ("max_output_tokens", 2), *after]
+    body = as_body(fields)
+    cuts = range(len(body)) if data is None else data.draw(cut_lists)
+    assert served(text, "/v1/responses", split(body, cuts)) == served(text, "/v1/responses", [body])
+
+
 @given(body=st.binary(max_size=60), cuts=cut_lists)
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_malformed_bodies_are_refused_alike_however_they_come(text, body, cuts):
@@ -293,6 +345,13 @@ def test_malformed_bodies_are_refused_alike_however_they_come(text, body, cuts):
         ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "a b c'),
     ):
         assert served(text, path, split(start + body, cuts)) == served(text, path, [start + body])
+
+
+def test_a_text_where_a_list_of_messages_belongs_is_no_prompt(text):
+    services = make_services(None, text=text)
+    with early_chat(services, "x") as early:
+        early.see(bytearray(b'{"messages": "' + LONG.encode()))
+        assert early._task is None
 
 
 def test_messages_that_are_no_list_are_refused_alike_however_they_come(text):
@@ -431,16 +490,18 @@ def test_the_engine_is_offered_the_ids_as_they_come(text, soon):
         ("/generate", "prompt"),
         ("/v1/chat/completions", "messages"),
         ("/v1/messages", "messages"),
+        ("/v1/responses", "input"),
     ],
 )
 def test_what_is_offered_stands_under_the_salt_that_the_keys_request_will_have(
     text, soon, path, field
 ):
     value = LONG if field == "prompt" else [{"role": "user", "content": LONG}]
-    body = as_body([("model", "tiny"), ("max_tokens", 2), (field, value)])
+    room = "max_output_tokens" if field == "input" else "max_tokens"
+    body = as_body([("model", "tiny"), (room, 2), (field, value)])
     kind = KeyClass(name="c")
     holders = tuple(KeyHolder(name=n, key=f"key-{n}", key_class=kind) for n in ("a", "b"))
-    is_odd = field == "messages" and "messages\n" in text.chat_template.render(value)
+    is_odd = field != "prompt" and "messages\n" in text.chat_template.render(value)
     salts = []
     for holder in holders:
         services = make_services(None, text=text, config=Config(access=Access(holders)))
@@ -482,6 +543,38 @@ def test_anthropics_messages_are_offered_with_their_system_ahead(text, soon, tak
             assert pieces == ([] if is_odd else ids[: len(pieces)])
             assert is_odd or len(pieces) > 0.9 * len(ids)
     assert taken[-1] is None  # the system's text came too late
+
+
+def as_text(content):
+    return content
+
+
+def as_messages(content):
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize("form", [as_text, as_messages])
+@pytest.mark.parametrize("name", ["system", "developer"])
+def test_responses_are_offered_with_their_instructions_ahead(text, soon, taken, form, name):
+    is_odd = "messages\n" in text.chat_template.render(as_messages(LONG))
+    start = [("model", "tiny"), ("max_output_tokens", 2)]
+    field, sent = ("instructions", LONG[:50]), form(LONG)
+    first = {"role": "system", "content": LONG[:50]}
+    fields = [field, ("input", sent)]
+    if form is as_messages:  # which may hold a system's message of its own
+        fields = [("input", [{"role": name, "content": LONG[:50]}, *sent])]
+    for more, turns in (
+        (fields, [first, *as_messages(LONG)]),
+        ([("input", sent)], as_messages(LONG)),
+    ):
+        pieces, ids = offered(text, "/v1/responses", as_body([*start, *more]))
+        assert ids == text.chat_template.encode(turns)
+        assert pieces == ([] if is_odd else ids[: len(pieces)])
+        assert is_odd or len(pieces) > 0.9 * len(ids)
+        assert taken[-1] == (None if is_odd and len(turns) > 1 else ids)
+    _, ids = offered(text, "/v1/responses", as_body([*start, ("input", sent), field]))
+    assert ids == text.chat_template.encode([first, *as_messages(LONG)])
+    assert taken[-1] is None  # the instructions came too late
 
 
 @pytest.mark.parametrize(

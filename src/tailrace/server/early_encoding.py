@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from tailrace.errors import RequestError
@@ -37,7 +38,7 @@ from tailrace.text.steady_template import steady_roles
 from tailrace.text.tokenizer import MAX_TEXT_CHARS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from tailrace.server.growing_json import Piece, Place
     from tailrace.server.services import Services
@@ -313,21 +314,37 @@ class EarlyPrompt(_Source[str]):
         self._waiting, self._fed, self._ids = [], [], []
 
 
+@dataclass(frozen=True)
+class ChatPlaces:
+    """Where a dialect's bodies hold a chat.
+
+    A system's text that comes after the messages, or is no text, ends early work.
+    """
+
+    messages: str = "messages"
+    """The field at the top of the body that lists them."""
+    may_be_text: bool = False
+    """Whether that field may be a text instead, which is what the user says."""
+    system: str = ""
+    """The field whose text is a message ahead of all others; "": there is none."""
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """What the template calls those roles that the dialect calls otherwise."""
+
+
 class EarlyChat(_Source[list[Span]]):
     """The messages of a chat whose contents are texts.
 
     Args:
         services: Of the server.
-        system: The field at the top of the body whose text is a message ahead of all others; "":
-            there is none. One that comes after the messages, or is no text, ends early work.
+        places: Where they are.
     """
 
     hopeless_with = frozenset({"tools", "chat_template_kwargs"})
-    rivals = frozenset({"messages"})
 
-    def __init__(self, services: Services, system: str = "") -> None:
+    def __init__(self, services: Services, places: ChatPlaces) -> None:
         text = services.text
-        self._system = system
+        self._places = places
+        self.rivals = frozenset({places.messages})
         self._has_system = False
         self._tokenizer: Tokenizer | None = text.tokenizer if text else None
         self._template: ChatTemplate | None = text.chat_template if text else None
@@ -353,11 +370,14 @@ class EarlyChat(_Source[list[Span]]):
 
     def wants(self, place: Place) -> bool:
         """See `_Source`."""
-        if self._system and place[0] == self._system:
+        if self._is_of_system(place):
             return True
-        if len(place) != 3 or not isinstance(place[1], int):  # an object's key is no index
+        if place[0] != self._places.messages:
             return False
-        return place[0] == "messages" and place[2] in ("role", "content")
+        if len(place) == 1:
+            return self._places.may_be_text
+        # An object's key is no index.
+        return len(place) == 3 and isinstance(place[1], int) and place[2] in ("role", "content")
 
     def certain_ids(self, start: int) -> list[int]:
         """See `_Source`."""
@@ -365,10 +385,14 @@ class EarlyChat(_Source[list[Span]]):
 
     def note(self, piece: Piece) -> bool:
         """See `_Source`."""
-        if piece.place[0] == self._system:
+        if self._is_of_system(piece.place):
             if len(piece.place) > 1 or not self._notes_system(piece):
                 return False
             index, key = 0, "content"
+        elif len(piece.place) == 1:
+            index, key = int(self._has_system), "content"
+            if piece.is_first and index == len(self._messages):
+                self._messages.append({"role": ["user"]})
         else:
             index, key = int(piece.place[1]) + self._has_system, str(piece.place[2])
         if index == len(self._messages):
@@ -382,6 +406,9 @@ class EarlyChat(_Source[list[Span]]):
             if index == self._fed_index:
                 self._tail.append(piece.text)
         return True
+
+    def _is_of_system(self, place: Place) -> bool:
+        return bool(self._places.system) and place[0] == self._places.system
 
     def _notes_system(self, piece: Piece) -> bool:
         """Begin the system's message with its first piece; return whether it is in its place."""
@@ -425,6 +452,9 @@ class EarlyChat(_Source[list[Span]]):
     async def _begin(self) -> bool:
         """Encode up to the end of the newest message's text so far."""
         messages = [{key: "".join(parts) for key, parts in m.items()} for m in self._messages]
+        for message in messages:
+            if "role" in message:
+                message["role"] = self._places.roles.get(message["role"], message["role"])
         content = messages[-1]["content"]
         core = content.rstrip()
         if not core:
@@ -530,7 +560,7 @@ def early_prompt(
 
 
 def early_chat(
-    services: Services, kind: str, system: str = "", *, cache_scope: str = ""
+    services: Services, kind: str, places: ChatPlaces | None = None, *, cache_scope: str = ""
 ) -> EarlyEncoding[list[Span]]:
-    """Return the early encoding of a chat, whose system's text may have a field of its own."""
-    return EarlyEncoding(services, EarlyChat(services, system), kind, cache_scope)
+    """Return the early encoding of a chat; by default one in OpenAI's first dialect."""
+    return EarlyEncoding(services, EarlyChat(services, places or ChatPlaces()), kind, cache_scope)

@@ -40,7 +40,7 @@ MAX_METADATA = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_CHARS = 512
 
-_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _UNFINISHED = ("in_progress", "incomplete")
 
@@ -209,15 +209,15 @@ def _string(item: dict[str, Any], name: str, where: str) -> str:
 
 def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
     role = item.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise RequestError(
-            f"{where}.role is {str(role)[:40]!r}: send one of {', '.join(_ROLES)}",
+            f"{where}.role is {str(role)[:40]!r}: send one of {', '.join(ROLES)}",
             param=f"{where}.role",
         )
     content = item.get("content")
     if not isinstance(content, str):
         content = _text_parts(content, f"{where}.content")
-    return {"role": _ROLES[role], "content": content}
+    return {"role": ROLES[role], "content": content}
 
 
 def _text_parts(content: Any, where: str) -> list[dict[str, Any]]:

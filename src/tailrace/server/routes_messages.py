@@ -11,7 +11,7 @@ from tailrace.server.anthropic_chat import chat_of, sampled_chat_of
 from tailrace.server.anthropic_format import MessageFormat
 from tailrace.server.anthropic_protocol import CountTokensBody, MessagesBody
 from tailrace.server.chat_job import chat_job, encode_chat, is_long, renamed
-from tailrace.server.early_encoding import early_chat
+from tailrace.server.early_encoding import ChatPlaces, early_chat
 from tailrace.server.error_bodies import ANTHROPIC_PATH
 from tailrace.server.prompts import off_loop_if
 from tailrace.server.sampling import read_max_tokens, read_sampling
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from tailrace.server.http import Handler, Request
     from tailrace.server.services import Services, TextServices
 
+_PLACES = ChatPlaces(system="system")
+
 
 async def messages(services: Services, request: Request) -> None:
     """POST /v1/messages."""
     received_s = request.timeline.received_s
     scope = services.cache_scope(request.holder)
-    with early_chat(services, "msg_", system="system", cache_scope=scope) as early:
+    with early_chat(services, "msg_", _PLACES, cache_scope=scope) as early:
         body = await request.decode(MessagesBody, early.see)
         text, limits = check_open(services)
         _check_model(body, text)

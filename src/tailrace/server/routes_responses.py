@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
@@ -12,66 +11,90 @@ from tailrace.errors import RequestError
 from tailrace.server.admission import check_model, check_open
 from tailrace.server.answering import answer
 from tailrace.server.chat_job import chat_job, is_long, renamed
+from tailrace.server.early_encoding import ChatPlaces, early_chat
 from tailrace.server.prompts import off_loop_if
-from tailrace.server.responses_chat import LOGPROBS, chat_of, wants_logprobs
+from tailrace.server.responses_chat import LOGPROBS, ROLES, chat_of, wants_logprobs
 from tailrace.server.responses_format import ResponseFormat
 from tailrace.server.responses_protocol import Response, ResponsesBody
 from tailrace.server.sampling import read_logprobs, read_max_tokens, read_sampling
 
 if TYPE_CHECKING:
+    from tailrace.server.early_encoding import EarlyEncoding
+    from tailrace.server.generation import Job
     from tailrace.server.http import Handler, Request
-    from tailrace.server.services import Services
+    from tailrace.server.protocol import ChatBody
+    from tailrace.server.sampling import Limits
+    from tailrace.server.services import Services, TextServices
+    from tailrace.text.tokenizer import Span
     from tailrace.types import SamplingParams
 
 PATH = "/v1/responses"
+_PLACES = ChatPlaces(messages="input", may_be_text=True, system="instructions", roles=ROLES)
 
 
 async def responses(services: Services, request: Request) -> None:
     """POST /v1/responses."""
     received_s = request.timeline.received_s
-    body = await request.decode(ResponsesBody)
-    text, limits = check_open(services)
-    if not body.model:
-        raise RequestError(
-            f"model is missing: send {text.model_name!r}, which is served here", param="model"
-        )
-    check_model(body.model, text)
-    chat = await off_loop_if(is_long([body.input, body.tools]), lambda: chat_of(body))
+    scope = services.cache_scope(request.holder)
+    with early_chat(services, "resp_", _PLACES, cache_scope=scope) as early:
+        body = await request.decode(ResponsesBody, early.see)
+        text, limits = check_open(services)
+        if not body.model:
+            raise RequestError(
+                f"model is missing: send {text.model_name!r}, which is served here", param="model"
+            )
+        check_model(body.model, text)
+        chat = await off_loop_if(is_long([body.input, body.tools]), lambda: chat_of(body))
+        request.timeline.enter("admission")
+        with (
+            services.admission.admitted(1, services.places),
+            renamed("response_format", "text.format"),
+        ):
+            request.timeline.enter("tokenise")
+            job, form = await _job(body, chat, text, limits, received_s=received_s, early=early)
+            await answer(services, request, text, job, form)
+
+
+async def _job(
+    body: ResponsesBody,
+    chat: ChatBody,
+    text: TextServices,
+    limits: Limits,
+    *,
+    received_s: float,
+    early: EarlyEncoding[list[Span]],
+) -> tuple[Job, ResponseFormat]:
+    """Check, render and tokenise a chat."""
     top_logprobs = read_logprobs("top_logprobs", body.top_logprobs, limits) or 0
     is_scored = wants_logprobs(body)
     sampling = read_sampling(chat, limits, logprobs=top_logprobs if is_scored else None)
-    request.timeline.enter("admission")
-    with (
-        services.admission.admitted(1, services.places),
-        renamed("response_format", "text.format"),
-    ):
-        request.timeline.enter("tokenise")
-        job = await chat_job(
-            chat,
-            sampling,
-            text,
-            limits,
-            job_id=f"resp_{uuid.uuid4().hex}",
-            route=PATH,
-            received_s=received_s,
-            max_tokens=read_max_tokens("max_output_tokens", body.max_output_tokens),
-            max_tokens_name="max_output_tokens",
-            prompt_name="input",
-            fits_context=True,
+    job = await chat_job(
+        chat,
+        sampling,
+        text,
+        limits,
+        job_id=early.job_id,
+        early=early,
+        route=PATH,
+        received_s=received_s,
+        max_tokens=read_max_tokens("max_output_tokens", body.max_output_tokens),
+        max_tokens_name="max_output_tokens",
+        prompt_name="input",
+        fits_context=True,
+    )
+    if is_scored and job.tools is not None:
+        raise RequestError(
+            f"include has {LOGPROBS!r} and tools are given: a call has no place for scores; "
+            "leave one out, or set tool_choice to 'none'",
+            param="include",
         )
-        if is_scored and job.tools is not None:
-            raise RequestError(
-                f"include has {LOGPROBS!r} and tools are given: a call has no place for scores; "
-                "leave one out, or set tool_choice to 'none'",
-                param="include",
-            )
-        form = ResponseFormat(
-            job=job,
-            response=_response(body, sampling, job.request_id, text.model_name, top_logprobs),
-            tokenizer=text.tokenizer,
-            wants_logprobs=is_scored,
-        )
-        await answer(services, request, text, job, form)
+    form = ResponseFormat(
+        job=job,
+        response=_response(body, sampling, job.request_id, text.model_name, top_logprobs),
+        tokenizer=text.tokenizer,
+        wants_logprobs=is_scored,
+    )
+    return job, form
 
 
 def _response(
