@@ -1,5 +1,6 @@
 """Connections of bare bytes: slow, endless and malformed heads, and what they leave alone."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -278,6 +279,63 @@ def test_pipelined_requests_are_answered_in_order(app):
     answer = app.raw(GET + b"\r\n" + ready + b"\r\n" + LAST)
     assert answer.count(b"HTTP/1.1 200") == 3
     assert answer.index(b'"ready"') < answer.index(b'"ok"') < answer.rindex(b'"ready"')
+
+
+def completion(prompt, *, is_stream, version=b"1.1"):
+    fields = {"prompt": prompt, "max_tokens": 6, "stream": is_stream}
+    body = json.dumps(fields).encode()
+    head = b"POST /v1/completions HTTP/%s\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+    return head % (version, len(body)) + body
+
+
+@pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("is_apart", [True, False], ids=["apart", "together"])
+def test_a_client_that_leaves_with_a_request_behind_another_ends_both(
+    tiny_folder, is_stream, is_apart
+):
+    paused = {"": Script("abcdef", pause_after=3)}
+    with running_app(tiny_folder, paused) as app:
+        with app.connect() as connection:
+            first = completion("first", is_stream=is_stream)
+            second = completion("second", is_stream=is_stream)
+            if is_apart:
+                connection.sendall(first)
+                while not app.engine.requests:
+                    time.sleep(0.001)
+                connection.sendall(second + second)
+            else:
+                connection.sendall(first + second + second)
+            while not app.engine.requests:
+                time.sleep(0.001)
+        app.wait(asyncio.wait_for(app.engine.was_aborted.wait(), 20))
+        app.settle()
+        assert len(app.engine.requests) == 1
+        assert app.services.admission.sequences == 0
+
+
+def test_many_requests_behind_each_other_are_all_answered(app):
+    answer = app.raw((GET + b"\r\n") * 100 + LAST)
+    assert answer.count(b"HTTP/1.1 200") == 101
+
+
+def test_a_stream_to_http_1_0_ends_with_the_connection_and_has_no_chunks(app):
+    answer = app.raw(completion("Hi", is_stream=True, version=b"1.0"))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"content-length" not in head
+    assert b"connection: close" in head
+    events = body.decode().split("\n\n")
+    assert events.pop() == ""
+    assert events.pop() == "data: [DONE]"
+    assert all(json.loads(event.removeprefix("data: "))["choices"] for event in events)
+    assert len(events) > 5
+
+
+def test_a_whole_answer_to_http_1_0_has_its_length(app):
+    answer = app.raw(completion("Hi", is_stream=False, version=b"1.0"))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"content-length: %d\r\n" % len(body) in head
+    assert json.loads(body)["choices"]
 
 
 def test_a_client_that_resets_midway_leaves_the_others_alone(app):

@@ -119,3 +119,21 @@ def test_what_cannot_be_served_is_refused_by_name(call, param, fields):
     with pytest.raises(RequestError) as caught:
         call(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("return_logprob", {"return_logprob": True}),
+        ("lora_path", {"lora_path": "mine"}),
+        ("image_data", {"image_data": "x.png"}),
+        ("sampling_params.stop_regex", {"sampling_params": {"stop_regex": "a"}}),
+        ("sampling_params.no_stop_trim", {"sampling_params": {"no_stop_trim": True}}),
+    ],
+)
+def test_what_would_change_the_answer_and_is_not_served_is_refused_by_name(call, param, fields):
+    with pytest.raises(RequestError) as caught:
+        call(text="Hi", **fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+    harmless = {name: None for name in fields if name != "sampling_params"}
+    assert call(text="Hi", **harmless)[0].status == 200

@@ -111,6 +111,33 @@ def test_without_include_usage_no_chunk_speaks_of_usage(call):
     assert all("usage" not in chunk and chunk["choices"] for chunk in chunks)
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_usage_so_far_comes_with_each_chunk_where_asked_for(call, path):
+    prompts = {"messages": HI} if path == CHAT else {"prompt": ["Hi", "there"], "echo": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    request, _ = call(
+        path, **prompts, n=2, stream=True, stream_options=options, scripts=script("aé")
+    )
+    *chunks, last, done = request.events
+    assert done == "[DONE]"
+    for index in {chunk["choices"][0]["index"] for chunk in chunks}:
+        told = [c["usage"] for c in chunks if c["choices"][0]["index"] == index]
+        assert [usage["completion_tokens"] for usage in told] == [0, 1, 2, 3, 4]
+        assert all(u["total_tokens"] == u["prompt_tokens"] + u["completion_tokens"] for u in told)
+    prompt_tokens = {c["choices"][0]["index"]: c["usage"]["prompt_tokens"] for c in chunks}
+    assert (
+        sum(prompt_tokens[index] for index in range(0, len(prompt_tokens), 2))
+        == (last["usage"]["prompt_tokens"])
+    )
+    assert last["usage"]["completion_tokens"] == 4 * len(prompt_tokens)
+
+
+def test_usage_so_far_needs_include_usage(call):
+    options = {"continuous_usage_stats": True}
+    request, _ = call(CHAT, messages=HI, stream=True, stream_options=options)
+    assert all("usage" not in chunk for chunk in request.events[:-1])
+
+
 def test_chat_logprobs_carry_bytes_also_of_half_characters(call):
     request, _ = call(
         CHAT, messages=HI, logprobs=True, top_logprobs=2, max_tokens=2, scripts=script("é")
@@ -148,6 +175,20 @@ def test_the_final_message_can_be_continued(call):
     messages = [*HI, {"role": "assistant", "content": "I am"}]
     _, services = call(CHAT, messages=messages, continue_final_message=True)
     assert bytes(services.engine.requests[0].token_ids[-4:]) == b"I am"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_beam_search": False, "bad_words": [], "allowed_token_ids": None},
+        {"function_call": "none", "functions": [], "modalities": ["text"], "audio": None},
+        {"chat_template": None, "add_special_tokens": False, "echo": False},
+        {"user": "me", "store": True, "metadata": {"a": "b"}, "service_tier": "auto"},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_what_asks_for_nothing_special_is_served(call, fields):
+    assert call(CHAT, messages=HI, **fields)[0].status == 200
 
 
 def test_extras_reach_the_engine(call):
@@ -194,6 +235,12 @@ def test_extras_reach_the_engine(call):
         ("temperature", {"messages": HI, "temperature": 3}),
         ("truncate_prompt_tokens", {"messages": HI, "truncate_prompt_tokens": 0}),
         ("chat_template_kwargs.foo", {"messages": HI, "chat_template_kwargs": {"foo": 1}}),
+        ("chat_template", {"messages": HI, "chat_template": "{{ x }}"}),
+        ("add_special_tokens", {"messages": HI, "add_special_tokens": True}),
+        ("bad_words", {"messages": HI, "bad_words": ["x"]}),
+        ("functions", {"messages": HI, "functions": [{"name": "f"}]}),
+        ("modalities", {"messages": HI, "modalities": ["text", "audio"]}),
+        ("web_search_options", {"messages": HI, "web_search_options": {}}),
     ],
 )
 def test_a_chat_that_cannot_be_served_is_refused_by_name(refused, param, fields):
@@ -315,6 +362,9 @@ def test_a_completion_prompt_may_spell_control_tokens(call):
         ("max_tokens", {"prompt": "a", "max_tokens": 0}),
         ("max_tokens", {"prompt": "a", "max_tokens": 512}),
         ("stop", {"prompt": "a", "stop": [""]}),
+        ("use_beam_search", {"prompt": "a", "use_beam_search": True}),
+        ("allowed_token_ids", {"prompt": "a", "allowed_token_ids": [5]}),
+        ("prompt_embeds", {"prompt": "a", "prompt_embeds": "AAAA"}),
     ],
 )
 def test_a_completion_that_cannot_be_served_is_refused_by_name(refused, param, fields):

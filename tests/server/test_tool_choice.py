@@ -150,6 +150,15 @@ def test_text_without_a_call_is_as_ever(chat):
     assert choice["finish_reason"] == "stop"
 
 
+def test_usage_so_far_counts_tokens_that_are_held_back(chat):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    request, _ = chat(f"See.\n{written()}", stream=True, stream_options=options)
+    *chunks, last, _done = request.events
+    told = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert told == sorted(told)
+    assert told[-1] == last["usage"]["completion_tokens"] > len(chunks)
+
+
 def test_a_malformed_call_is_content(chat):
     text = '<tool_call>{"name": "get_weather", "arguments": {]}</tool_call>'
     request, _ = chat(text)

@@ -28,6 +28,7 @@ import zmq
 from tailrace.clock import monotonic
 from tailrace.config import EngineConfig
 from tailrace.errors import TailraceError
+from tailrace.telemetry.console_log import configure_log
 from tailrace.types import (
     AbortRequests,
     EngineFatal,
@@ -311,7 +312,7 @@ def main() -> int:
     # or by a SIGKILL.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    configure_log()
     started_s = time.monotonic()
     order = msgspec.json.decode(_first_line(sys.stdin.fileno()), type=LaunchOrder)
     mailbox = Mailbox(order.socket)

@@ -27,6 +27,7 @@ from tailrace.errors import EngineError
 from tailrace.server import serve
 from tailrace.server.borrowed_engine import BorrowedEngine
 from tailrace.server.orders import Drain, EngineDown, EngineUp, Family, Order, Serving, Start
+from tailrace.telemetry.console_log import configure_log
 
 if TYPE_CHECKING:
     from tailrace.server.bridge import Bridge
@@ -116,7 +117,7 @@ async def _main() -> int:
     )
     start = msgspec.json.decode(await orders.readline(), type=Start)
     config = start.config
-    serve.configure_logging(config.server.log_level)
+    configure_log(config.server.log_level)
     listener = serve.bind(config.server.host, start.port, is_shared=True)
     engine = BorrowedEngine(start.identity)
     services, bridge = serve.assemble(config, engine)

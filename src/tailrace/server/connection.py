@@ -8,6 +8,9 @@ A way to drop a connection, to know whether it takes bytes now, when a request's
 and when the kernel has its answer's last: see http.py.
 Bodies beside an offer to upgrade, which Java's HttpClient and `curl --http2` make with every
 request: httptools passes over such a body and would take it for the next request.
+An end for every request of a connection that is lost: uvicorn tells only the latest of those that
+came behind each other, and reads nothing, not even the end, while one waits behind another.
+Streams without chunks to HTTP/1.0, which has none.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from tailrace.clock import monotonic
 from tailrace.server.http import (
@@ -28,9 +31,12 @@ from tailrace.server.http import (
 
 if TYPE_CHECKING:
     from asyncio import TimerHandle
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
 MAX_HEAD_BYTES = 64 * 1024
+MAX_READ_AHEAD = 8
+"""Requests that are read while one before them is answered, so that a client's end is seen. One
+that sends more is read again when they are answered, and seen to have gone only then."""
 _ALONE = b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _STALLED = b"HTTP/1.1 408 Request Timeout" + _ALONE
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large" + _ALONE
@@ -74,6 +80,8 @@ class Connection(HttpToolsProtocol):
         self._resumptions = 0
         self._first_byte_s = 0.0
         self._awaiting_drain: list[Callable[[float], None]] = []
+        self._running: RequestResponseCycle | None = None
+        """The request that the application answers; uvicorn's own `cycle` is the latest."""
 
     def connection_made(self, transport: Any) -> None:
         """Start the first head's deadline."""
@@ -86,6 +94,10 @@ class Connection(HttpToolsProtocol):
         if self._delivery_timer is not None:
             self._delivery_timer.cancel()
         self._tell_drained()  # as far as it will ever be
+        self.pipeline.clear()  # those have not begun
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def resume_writing(self) -> None:
@@ -159,6 +171,15 @@ class Connection(HttpToolsProtocol):
             DRAINED_EXTENSION: {"call": self._when_drained},
         }
         super().on_headers_complete()
+        if 0 < len(self.pipeline) <= MAX_READ_AHEAD:
+            self.flow.resume_reading()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        if cycle.scope["http_version"] == "1.0":
+            # uvicorn hands on the instance's own.
+            cycle.send = _without_chunks(cycle)  # type: ignore[assignment, method-assign]
+        super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         """An answer is made; what of it the client has not taken has a deadline."""
@@ -281,6 +302,24 @@ class Connection(HttpToolsProtocol):
 
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+
+def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
+    """Return the cycle's `send`, but that an answer without a length ends with the connection."""
+    send = cycle.send
+    is_endless = False
+
+    async def send_plain(message: Any) -> None:
+        nonlocal is_endless
+        if message["type"] == "http.response.start":
+            is_endless = all(name != b"content-length" for name, _ in message["headers"])
+            if is_endless:
+                cycle.chunked_encoding = False
+        elif is_endless:
+            cycle.expected_content_length = len(message.get("body", b""))  # of this part
+        await send(message)
+
+    return send_plain
 
 
 def connection_class(

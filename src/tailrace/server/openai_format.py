@@ -27,6 +27,7 @@ from tailrace.server.protocol import (
     CompletionChoice,
     CompletionLogprobs,
     PromptLogprobs,
+    Usage,
 )
 
 if TYPE_CHECKING:
@@ -68,11 +69,15 @@ class OpenAIFormat:
     wants_token_ids: bool = False
     wants_prompt_logprobs: bool = False
     includes_usage: bool = False
+    counts_usage: bool = False
+    """Whether each chunk tells the usage of its choice so far."""
     every_token = True
     """Half a character, or a special token, is an event with empty text, as from other engines."""
     # Unix time: a date for people, so the clock that may jump is the right one.
     created: int = field(default_factory=lambda: int(time.time()))
     _begun: set[int] = field(default_factory=set)
+    _made: dict[int, int] = field(default_factory=dict)
+    """Tokens of each choice so far, where its chunks tell."""
 
     def envelope(self, kind: str, choices: list[Any]) -> Answer:
         """Return an answer or a chunk around `choices`."""
@@ -84,6 +89,24 @@ class OpenAIFormat:
             choices=choices,
             usage=None if self.includes_usage else UNSET,
         )
+
+    def chunk(
+        self, kind: str, choice: CompletionChoice | ChatChunkChoice, new_tokens: int = 0
+    ) -> Answer:
+        """Return a stream's chunk around one choice that `new_tokens` more were made of."""
+        chunk = self.envelope(kind, [choice])
+        if self.counts_usage:
+            prompt = len(self.job.prompts[choice.index // self.job.n].token_ids)
+            made = self._count(choice.index, new_tokens)
+            chunk.usage = Usage(
+                prompt_tokens=prompt, completion_tokens=made, total_tokens=prompt + made
+            )
+        return chunk
+
+    def _count(self, index: int, new_tokens: int) -> int:
+        """Return the tokens of a choice so far, those of a piece that is no chunk among them."""
+        self._made[index] = self._made.get(index, 0) + new_tokens
+        return self._made[index]
 
     def tail(self, kind: str, generation: Generation) -> bytes:
         """Return the end of a stream."""
@@ -145,11 +168,13 @@ class CompletionFormat(OpenAIFormat):
     def event(self, piece: Piece) -> bytes:
         """Return a piece as one event, or two where the prompt is echoed first."""
         is_first = self.begins(piece.index)
-        chunks = [self._echo(piece)] if is_first and self.echo else []
-        chunks.append(self._choice(piece, piece.text, self._logprobs(piece)))
+        own = self._choice(piece, piece.text, self._logprobs(piece))
+        choices = [self._echo(piece), own] if is_first and self.echo else [own]
         if is_first:
-            chunks[0].prompt_token_ids = self.prompt_ids(piece.index)
-        return b"".join([event(self.envelope(self.kind, [chunk])) for chunk in chunks])
+            choices[0].prompt_token_ids = self.prompt_ids(piece.index)
+        chunks = [self.chunk(self.kind, choice) for choice in choices[:-1]]
+        chunks.append(self.chunk(self.kind, own, len(piece.token_ids)))
+        return b"".join(map(event, chunks))
 
     def closing(self, generation: Generation) -> bytes:
         """Return what follows every piece."""
@@ -232,6 +257,7 @@ class ChatFormat(OpenAIFormat):
             delta = calls.delta(piece)
             says_nothing = delta == ChatDelta() and piece.finish_reason is None
             if says_nothing and not (self.wants_logprobs or self.wants_token_ids):
+                self._count(piece.index, len(piece.token_ids))
                 return b""
         choice = ChatChunkChoice(
             index=piece.index,
@@ -241,7 +267,7 @@ class ChatFormat(OpenAIFormat):
             stop_reason=UNSET if piece.finish_reason is None else piece.stop_reason,
             token_ids=self.token_ids(piece),
         )
-        return event(self.envelope(self.chunk_kind, [choice]))
+        return event(self.chunk(self.chunk_kind, choice, len(piece.token_ids)))
 
     def closing(self, generation: Generation) -> bytes:
         """Return what follows every piece."""
@@ -278,7 +304,7 @@ class ChatFormat(OpenAIFormat):
 
     def _role_chunk(self, index: int) -> Answer:
         choice = ChatChunkChoice(index=index, delta=ChatDelta(role=self.role, content=""))
-        chunk = self.envelope(self.chunk_kind, [choice])
+        chunk = self.chunk(self.chunk_kind, choice)
         if index == 0:
             chunk.prompt_token_ids = self.prompt_ids(0)
         return chunk

@@ -1,7 +1,8 @@
 """The wire: request bodies as clients send them, and the answers, as msgspec Structs.
 
 A null means "not given", as OpenAI's clients mean it; unknown fields are ignored; a wrong type is
-refused when the body is decoded. Ranges are sampling.py's business.
+refused when the body is decoded. Ranges are the business of sampling.py; known fields that are not
+served are that of unserved.py, and of any type here.
 In answers `UNSET` leaves a field out, while None is written as null.
 """
 
@@ -22,9 +23,35 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """OpenAI's `stream_options`."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's and SGLang's: with `include_usage`, each chunk tells the usage so far."""
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
+class UnservedFields(msgspec.Struct, kw_only=True):
+    """vLLM's and SGLang's fields that no route serves: see unserved.py."""
+
+    use_beam_search: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    logits_processors: Any = None
+    custom_logit_processor: Any = None
+    stop_regex: Any = None
+    no_stop_trim: Any = None
+    truncation_side: Any = None
+    logprob_token_ids: Any = None
+    token_ids_logprob: Any = None
+    return_logprob: Any = None
+    return_tokens_as_token_ids: Any = None
+    return_hidden_states: Any = None
+    lora_path: Any = None
+    prompt_embeds: Any = None
+    input_embeds: Any = None
+    image_data: Any = None
+    audio_data: Any = None
+    video_data: Any = None
+
+
+class SamplingFields(UnservedFields, kw_only=True):
     """What every route that generates takes."""
 
     model: str | None = None
@@ -55,6 +82,9 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     guided_choice: Any = None
     guided_grammar: Any = None
     guided_whitespace_pattern: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
     structured_outputs: Any = None
     return_metrics: bool | None = None
 
@@ -92,6 +122,15 @@ class ChatBody(OpenAIFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    # Not served: see unserved.py.
+    chat_template: Any = None
+    documents: Any = None
+    echo: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    web_search_options: Any = None
 
 
 class SglangSampling(msgspec.Struct, kw_only=True):
@@ -118,6 +157,8 @@ class SglangSampling(msgspec.Struct, kw_only=True):
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: Any = None
+    stop_regex: Any = None
+    no_stop_trim: Any = None
 
 
 class GenerateBody(SamplingFields, kw_only=True):
@@ -145,7 +186,8 @@ class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    """Left out of what a stream tells on its way."""
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):

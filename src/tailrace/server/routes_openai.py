@@ -134,6 +134,7 @@ async def _completion_job(
         wants_token_ids=bool(body.return_token_ids),
         wants_prompt_logprobs=asked_prompt is not None,
         includes_usage=_includes_usage(body),
+        counts_usage=_counts_usage(body),
         echo=echo,
     )
     return job, form
@@ -184,6 +185,7 @@ async def _chat_job(
         wants_token_ids=bool(body.return_token_ids),
         wants_prompt_logprobs=prompt_logprobs is not None,
         includes_usage=_includes_usage(body),
+        counts_usage=_counts_usage(body),
     )
     return job, form
 
@@ -250,3 +252,8 @@ def _chat_logprobs(body: ChatBody, limits: Limits) -> int | None:
 
 def _includes_usage(body: OpenAIFields) -> bool:
     return bool(body.stream_options and body.stream_options.include_usage)
+
+
+def _counts_usage(body: OpenAIFields) -> bool:
+    options = body.stream_options
+    return bool(options and options.include_usage and options.continuous_usage_stats)

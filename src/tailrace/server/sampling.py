@@ -13,6 +13,7 @@ import msgspec
 
 from tailrace.access import MAX_PRIORITY
 from tailrace.errors import RequestError
+from tailrace.server.unserved import check_unserved
 from tailrace.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -95,8 +96,9 @@ def read_sampling(
         prompt_logprobs: Likewise.
 
     Raises:
-        RequestError: A value is out of range; it names the field.
+        RequestError: A value is out of range, or a field is not served; it names the field.
     """
+    check_unserved(body)
     top_k = _integer("top_k", body.top_k, -1, INT64_MAX, 0)
     return SamplingParams(
         max_tokens=1,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import signal
 import socket
 import sys
@@ -29,6 +28,7 @@ from tailrace.server.bridge import GRACE_S, Bridge
 from tailrace.server.connection import connection_class
 from tailrace.server.services import Services, TextServices
 from tailrace.server.supervisor import Launcher
+from tailrace.telemetry.console_log import configure_log
 from tailrace.telemetry.metrics import Metrics
 from tailrace.telemetry.rates import RateWindow
 from tailrace.telemetry.request_log import RequestLog
@@ -65,7 +65,7 @@ def run(config: Config) -> int:
     Raises:
         ConfigError: The address cannot be bound.
     """
-    configure_logging(config.server.log_level)
+    configure_log(config.server.log_level)
     if config.server.api_workers > 1:
         from tailrace.server.front_ends import run_front_ends  # noqa: PLC0415 -- seldom needed
 
@@ -282,13 +282,3 @@ def loop_factory() -> type[asyncio.AbstractEventLoop] | None:
     except ImportError:
         return None
     return uvloop.Loop
-
-
-def configure_logging(level: str) -> None:
-    """Log to standard error."""
-    number = logging.getLevelNamesMapping()[level.upper()]
-    logging.basicConfig(level=max(number, logging.WARNING), stream=sys.stderr)
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )

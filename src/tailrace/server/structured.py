@@ -1,6 +1,6 @@
 """What an output must match: the fields that say so, as one grammar, compiled before admission.
 
-    response_format, guided_*, structured_outputs --read--> Constraint --grammar--> checked text
+    response_format, guided_* ... --read--> Constraint --grammar--> checked text
 
 Rules
 1. One constraint a request; two that say different things are refused, not merged.
@@ -51,6 +51,10 @@ _GUIDED = {
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
+    # As SGLang's clients name them on OpenAI's routes.
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
 }
 
 
