@@ -77,6 +77,7 @@ def make_bench(
     predicted_s=None,
     target_s=None,
     host_places=0,
+    context_length=CONTEXT,
 ) -> Bench:
     """Make an engine; a surprised one has only ever seen answers of one token.
 
@@ -110,7 +111,7 @@ def make_bench(
         runner,
         submit=runner.submit,
         clock=clock or VirtualClock(),
-        context_length=min(CONTEXT, num_blocks * block_size),
+        context_length=min(context_length, num_blocks * block_size),
         vocab_size=VOCAB,
         eos_token_ids=eos,
         step_time=step_time,
@@ -472,9 +473,13 @@ def test_steps_after_one_without_memory_are_smaller_for_a_while():
         return len(failed) == 1
 
     bench = make_bench(
-        num_blocks=64, budget=32, prefix_cache=False, fail_when=too_large, failure=DeviceMemoryError
+        num_blocks=64,
+        budget=32,
+        prefix_cache=False,
+        fail_when=too_large,
+        failure=DeviceMemoryError,
+        context_length=400,
     )
-    bench.engine.context_length = 400
     for i in range(8):
         bench.engine.add(request(f"r-{i}", [i] * 50, 60))
     bench.run()
@@ -611,7 +616,7 @@ class Compiler:
 
 def test_an_abort_takes_a_grammar_that_is_not_compiled_out_of_the_queue():
     bench = make_bench()
-    bench.engine._grammars = compiler = Compiler()
+    bench.engine._arrivals.grammars = compiler = Compiler()
     for i in range(2):
         bench.engine.add(request(f"r-{i}", [1, 2], 2, grammar="a"))
     (output,) = bench.engine.abort(["r-0"])
@@ -623,7 +628,7 @@ def test_an_abort_takes_a_grammar_that_is_not_compiled_out_of_the_queue():
 def test_a_fault_of_the_engine_is_not_taken_for_one_of_a_grammar(monkeypatch):
     """The sequence may be queued by then: an output that ends it would not be its last."""
     bench = make_bench()
-    bench.engine._grammars = compiler = Compiler()
+    bench.engine._arrivals.grammars = compiler = Compiler()
     bench.engine.add(request("r-0", [1, 2], 2, grammar="a"))
     compiler.asked[0].set_result(None)
 

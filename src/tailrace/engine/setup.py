@@ -12,7 +12,7 @@ import structlog
 
 from tailrace.clock import monotonic
 from tailrace.engine.block_manager import BlockManager
-from tailrace.engine.engine import Engine, StepRunner
+from tailrace.engine.engine import Engine
 from tailrace.engine.gate import Gate
 from tailrace.engine.late_binding import LateBinding
 from tailrace.engine.pace import LEAST_SHARE, Pace
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from tailrace.config import EngineConfig
     from tailrace.engine.host_kv import HostKv
+    from tailrace.engine.step_runner import StepRunner
     from tailrace.engine.step_time import StepLoad
     from tailrace.models.causal_lm import CausalLM
     from tailrace.telemetry.host_memory import Room

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from tailrace.clock import Clock
     from tailrace.engine.block_manager import BlockManager, Table
-    from tailrace.engine.engine import Executed, StepRunner
+    from tailrace.engine.step_runner import Executed, StepRunner
     from tailrace.engine.step_time import StepLoad
 
 log = structlog.get_logger("tailrace.engine")
