@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -43,6 +44,7 @@ from tailrace.engine.runner import (
 from tailrace.engine.scheduler import Step
 from tailrace.engine.slot_tables import SlotTables
 from tailrace.engine.staging import RING, Packed, Staging
+from tailrace.engine.weight_prefetch import DeviceCache, budget_of, describe
 from tailrace.errors import DeviceMemoryError, EngineError
 from tailrace.kernels.dependent_launch import dependent_launches, has_dependent_launches
 from tailrace.kernels.linear.float8 import FLOAT8
@@ -51,15 +53,18 @@ from tailrace.kernels.sampling.rows import NOT_FINITE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from tailrace.engine.block_manager import BlockManager
     from tailrace.engine.device_sampler import DeviceSampler
     from tailrace.engine.frames import Detail
     from tailrace.engine.scheduler import Chunk
     from tailrace.engine.step_time import StepLoad
+    from tailrace.engine.weight_prefetch import Budgets
     from tailrace.kernels.kv_scales import KVScales
     from tailrace.kernels.paged_attention.prefill_kernels import PrefillShape
     from tailrace.kernels.triton_kernels import TritonKernels
+    from tailrace.kernels.weight_prefetch.gaps import Budget
     from tailrace.models.causal_lm import CausalLM, KVCache
     from tailrace.text.grammar import GrammarState
     from tailrace.types import TokenLogprobs
@@ -206,6 +211,10 @@ class CudaRunner:
         kv_scales: One a layer, where that is float8.
         paced: Whether prompts beside decodes are cut to a time.
         prefill_weights: Whose copy of the weights serves prompts; "same": there is one.
+        budgets: How much of the next weight captured decode steps ask for ahead, by rows.
+
+    Raises:
+        EngineError: KV scales and cache do not go together, or there is no GPU to ask.
     """
 
     def __init__(
@@ -223,6 +232,7 @@ class CudaRunner:
         kv_scales: list[KVScales] | None = None,
         paced: bool = False,
         prefill_weights: str = "same",
+        budgets: Budgets | None = None,
     ) -> None:
         if (kv_scales is not None) != (kv_dtype == FLOAT8):
             raise EngineError("KV scales go with a float8 cache, and with no other")
@@ -231,6 +241,11 @@ class CudaRunner:
         self.prefill_weights = prefill_weights
         self.sampler = sampler
         self.device = kernels.device
+        self.cache = DeviceCache.of(kernels.device)
+        """What weights are asked for into; None on a CPU."""
+        if budgets and self.cache is None:
+            raise EngineError("weights are asked for ahead on a GPU only")
+        self._budgets = budgets or {}
         self._has_dependent_launches = has_dependent_launches(kernels.device, kernels.capability)
         self.block_size = block_size
         self.num_slots = num_slots
@@ -580,23 +595,88 @@ class CudaRunner:
             self._padded_sizes = list(range(self.num_slots + 1))
         chosen = [*map(Frame, self._buckets), *self._mixed]
         chosen.sort(key=lambda frame: frame.rows, reverse=True)
-        self.serve_by(self._captured(chosen))
+        self.serve_by(self._captured(chosen, self._budgets))
 
     @torch.inference_mode()
-    def captured_decodes(self, *, dependent: bool) -> CapturedSteps:
+    def captured_decodes(
+        self, *, dependent: bool = False, budget: Budget | None = None
+    ) -> CapturedSteps:
         """Capture the steps of decodes once more, after `capture`; what serves stays as it is.
 
         Args:
             dependent: Whether by dependent launches (see kernels/dependent_launch.py).
+            budget: Of weights that they ask for ahead, whatever their rows.
 
         Raises:
-            EngineError: They are asked for, and the GPU does not know them.
+            ConfigError: A layer does not tell how its weight is read.
+            EngineError: What is asked for, the device does not know.
             RuntimeError: The device has no memory for the graphs.
         """
         if dependent and not self._has_dependent_launches:
             raise EngineError("dependent launches: this GPU does not know them; Hopper does")
+        budgets = {} if budget is None else {self.num_slots: budget}
         with dependent_launches(on=dependent):
-            return self._captured([Frame(size) for size in reversed(self._buckets)])
+            return self._captured([Frame(size) for size in reversed(self._buckets)], budgets)
+
+    @property
+    def decode_sizes(self) -> list[int]:
+        """The batch sizes whose decode steps are captured, ascending."""
+        return list(self._buckets)
+
+    @torch.inference_mode()
+    def prefetch_by(self, budgets: Budgets) -> None:
+        """Serve decode steps by graphs that ask for weights by other budgets, after `capture`.
+
+        Raises:
+            RuntimeError: The device has no memory for the graphs; what served goes on serving.
+        """
+        sizes = [size for size in self._buckets if budget_of(budgets, size) != self._budget(size)]
+        self.serve_by(self._captured([Frame(size) for size in reversed(sizes)], budgets))
+        self._budgets = budgets
+
+    def describe_prefetch(self) -> str:
+        """Say in one line what decode steps ask for ahead."""
+        return describe(self._budgets)
+
+    def _budget(self, size: int) -> Budget | None:
+        return budget_of(self._budgets, size)
+
+    @torch.inference_mode()
+    def rehearsals(
+        self, size: int, keys: Sequence[int], budget: Budget | None
+    ) -> list[Callable[[], float]]:
+        """Capture a step of decodes, and return what runs it and tells its seconds.
+
+        To be called before there are requests. No KV is written.
+
+        Args:
+            size: A batch size that is captured.
+            keys: Tokens of each sequence: one function for each of these.
+            budget: Of weights that it asks for ahead.
+
+        Raises:
+            RuntimeError: The device has no memory for the graph.
+        """
+        frame = Frame(size)
+        captured_steps = self._captured([frame], {size: budget})
+        graph = captured_steps.graphs[frame]
+        longest = self._tables.width * self.block_size
+        return [partial(self._rehearse, graph, size, min(count, longest)) for count in keys]
+
+    def _rehearse(self, graph: torch.cuda.CUDAGraph, size: int, keys: int) -> float:
+        frame = Frame(size)
+        arrays = self._arrays(Step(), 0, frame, _no_tiles(frame), None)
+        arrays["kv_lens"][:size] = keys
+        arrays["positions"][:] = keys - 1
+        arrays["table_rows"][:size] = np.arange(size)
+        self._staging.send(self._staging.pack(arrays))
+        self._tables.pretend(size, self.kv_caches[0][0].shape[0])
+        begin, end = self._mark(), None
+        graph.replay()
+        end = self._mark()
+        self._tables.forget()
+        self.check_device()
+        return _seconds(begin, end)
 
     def serve_by(self, steps: CapturedSteps) -> CapturedSteps:
         """Let these serve instead of those of the same frames; return all that served before."""
@@ -605,9 +685,12 @@ class CudaRunner:
         self._graph_outputs.update(steps.outputs)
         return before
 
-    def _captured(self, frames: Sequence[Frame]) -> CapturedSteps:
-        """Capture frames, the largest first."""
-        runs = [self._warmed(frame) for frame in frames]
+    def _captured(self, frames: Sequence[Frame], budgets: Budgets) -> CapturedSteps:
+        """Capture frames, the largest first; those of decodes alone ask for weights ahead."""
+        runs = [
+            self._warmed(frame, None if frame.tokens else budget_of(budgets, frame.decodes))
+            for frame in frames
+        ]
         steps = CapturedSteps({}, {})
         stream, pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
         with quietly():
@@ -615,7 +698,9 @@ class CudaRunner:
                 steps.graphs[frame], steps.outputs[frame] = captured(run, stream, pool)
         return steps
 
-    def _warmed(self, frame: Frame) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    def _warmed(
+        self, frame: Frame, budget: Budget | None
+    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
         """Run a frame with one layer of each kind, and return what runs all of them.
 
         The run compiles, loads kernels and chooses cuBLAS's algorithms, none of which a capture
@@ -639,16 +724,26 @@ class CudaRunner:
         scales = None if self.kv_scales is None else [self.kv_scales[index] for index in layers]
         caches = [self.kv_caches[index] for index in layers]
         self._tables.gather(arrays["table_rows"])
-        hidden = model.forward(self._input_ids(arrays), batch, caches, scales)
+        with self._asking(model, budget):
+            hidden = model.forward(self._input_ids(arrays), batch, caches, scales)
         self._sample_rows(hidden, arrays["sample_rows"], arrays["sample_slots"])
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the arrays are overwritten by the next frame's
 
         def run() -> tuple[torch.Tensor, torch.Tensor]:
-            hidden = self._hidden(arrays, batch)
+            with self._asking(self.model, budget):
+                hidden = self._hidden(arrays, batch)
             return self._sample_rows(hidden, arrays["sample_rows"], arrays["sample_slots"])
 
         return run
+
+    def _asking(self, model: CausalLM, budget: Budget | None) -> AbstractContextManager[None]:
+        """Have a step of decodes ask for weights ahead, if any."""
+        if budget is None:
+            return nullcontext()
+        if self.cache is None:
+            raise EngineError("weights are asked for ahead on a GPU only")
+        return self.cache.asking(model, budget)
 
 
 def allocate_kv(

@@ -25,6 +25,9 @@ from tailrace.engine.device_sampler import DeviceSampler
 from tailrace.engine.frames import Detail, Frame, graph_buckets, mixed_frames
 from tailrace.engine.host_kv import STAGING_BYTES
 from tailrace.engine.kv_calibration import find_scales
+from tailrace.engine.prefetch_plan import OFF, cache_for
+from tailrace.engine.prefetch_plan import find as find_budgets
+from tailrace.engine.prefetch_plan import settle as settle_budgets
 from tailrace.engine.prefill_weights import choose
 from tailrace.engine.prefill_weights import make as make_copy
 from tailrace.engine.setup import describe_kv
@@ -124,6 +127,8 @@ def load_weights(
     """
     times = times or StartTimes()
     device = load_device(config.gpus[0])
+    if config.weight_prefetch != OFF:
+        cache_for(str(config.weight_prefetch), device)  # weights take a while to come
     torch.cuda.synchronize(device)  # makes CUDA's context, for whose seconds weights cannot help
     times.mark("device")
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
@@ -223,6 +228,8 @@ def load_runner(
         log.info("kv_scales", source=found.source, scales=found.listed())
         times.mark("KV scales")
 
+    prefetching = find_budgets(str(config.weight_prefetch), config.plan, kernels, model)
+
     def make(kv_share: float) -> tuple[CudaRunner, int, int]:
         smaller = replace(plan, kv=int(plan.kv * kv_share))
         length, num_blocks = size_pool(config, smaller, context, token_bytes)
@@ -239,6 +246,7 @@ def load_runner(
             kv_scales=None if found is None else found.scales,
             paced=config.itl_target_s > 0,
             prefill_weights=prefill.choice.name,
+            budgets=prefetching.budgets,
         )
         return runner, length, num_blocks
 
@@ -246,6 +254,10 @@ def load_runner(
     times.mark("capture")
     attention = describe(partial(kernels.prefill_shape, loaded.config.head_dim), length)
     log.info("prefill_attention", serves=attention)
+    if prefetching.is_asked:
+        settle_budgets(prefetching, runner)
+        log.info("weight_prefetch", serves=runner.describe_prefetch())
+        times.mark("weight prefetch")
     pool = describe_kv(num_blocks * config.kv_unit_tokens, length, token_bytes)
     log.info("kv_pool", holds=pool)
     kv_words = "" if found is None else f"KV in float8, scales {found.describe()}; "

@@ -137,6 +137,20 @@ class SlotTables:
         if len(cells):
             self._device.view(-1).index_copy_(0, cells.long(), arrays["entries"])
 
+    def pretend(self, rows: int, units: int) -> None:
+        """Give the first slots tables that nobody's are, for timing; `forget` takes them away.
+
+        Args:
+            rows: Slots that get one.
+            units: Of the pool, which they are spread over; if need be, several share one.
+        """
+        cells = torch.arange(rows * self.width, dtype=torch.int32, device=self._device.device)
+        self._device[:rows] = (cells % units).view(rows, self.width)
+
+    def forget(self) -> None:
+        """Make all tables empty again; nobody has any yet."""
+        self._device.zero_()
+
     def gather(self, rows: torch.Tensor) -> None:
         """Queue the gathering of the tables of slots; `no_slot` is a row of zeros.
 

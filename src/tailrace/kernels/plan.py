@@ -128,6 +128,7 @@ def choose(
     refused: dict[str, str],
     *,
     no_memory: dict[str, str] | None = None,
+    margin: float = MARGIN,
 ) -> Choice:
     """Return the choice that measured times lead to.
 
@@ -138,9 +139,10 @@ def choose(
         seconds: By candidate.
         refused: Candidates without a time, and why.
         no_memory: Likewise, for want of memory.
+        margin: By how much less time than the default's a candidate wins.
     """
     fastest = min(seconds, key=lambda name: seconds[name])
-    is_won = seconds[fastest] < (1.0 - MARGIN) * seconds[default]
+    is_won = seconds[fastest] < (1.0 - margin) * seconds[default]
     return Choice(
         operation,
         sizes,

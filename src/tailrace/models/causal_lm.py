@@ -39,7 +39,7 @@ class CausalLM(Protocol):
 
     @property
     def layer_linears(self) -> list[Linear]:
-        """The linear layers, without the head."""
+        """The linear layers in the order of a step, without the head: qkv, o, gate and up, down."""
         ...
 
     def with_linears(self, change: Callable[[Linear], Linear]) -> CausalLM:

@@ -84,7 +84,8 @@ def rms_norm_float8_kernel(
     second_piece=0,
     second_count=0,
     AHEAD: tl.constexpr = 0,
-    AHEAD_MODE: tl.constexpr = 0,
+    BULK: tl.constexpr = False,
+    KEPT: tl.constexpr = False,
 ):
     take_turn(DEPENDENT)
     if AHEAD > 0:
@@ -92,7 +93,7 @@ def rms_norm_float8_kernel(
         if program >= 0:
             ask_ahead(
                 program, AHEAD, ahead_first, first_stride, first_piece, first_count, ahead_second,
-                second_stride, second_piece, second_count, AHEAD_MODE,
+                second_stride, second_piece, second_count, BULK, KEPT,
             )  # fmt: skip
             return
     row = tl.program_id(0).to(tl.int64)
@@ -129,7 +130,8 @@ def silu_mul_float8_kernel(
     second_piece=0,
     second_count=0,
     AHEAD: tl.constexpr = 0,
-    AHEAD_MODE: tl.constexpr = 0,
+    BULK: tl.constexpr = False,
+    KEPT: tl.constexpr = False,
 ):
     take_turn(DEPENDENT)
     if AHEAD > 0:
@@ -137,7 +139,7 @@ def silu_mul_float8_kernel(
         if program >= 0:
             ask_ahead(
                 program, AHEAD, ahead_first, first_stride, first_piece, first_count, ahead_second,
-                second_stride, second_piece, second_count, AHEAD_MODE,
+                second_stride, second_piece, second_count, BULK, KEPT,
             )  # fmt: skip
             return
     row = tl.program_id(0).to(tl.int64)

@@ -85,7 +85,8 @@ def decode_kernel(
     second_piece=0,
     second_count=0,
     AHEAD: tl.constexpr = 0,
-    AHEAD_MODE: tl.constexpr = 0,
+    BULK: tl.constexpr = False,
+    KEPT: tl.constexpr = False,
 ):
     let_next_start(DEPENDENT)
     if AHEAD > 0:
@@ -94,7 +95,7 @@ def decode_kernel(
             wait_for_last(DEPENDENT)
             ask_ahead(
                 program, AHEAD, ahead_first, first_stride, first_piece, first_count, ahead_second,
-                second_stride, second_piece, second_count, AHEAD_MODE,
+                second_stride, second_piece, second_count, BULK, KEPT,
             )  # fmt: skip
             return
     kv_head = tl.program_id(0)

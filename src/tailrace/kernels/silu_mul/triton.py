@@ -34,7 +34,8 @@ def silu_mul_kernel(
     second_piece=0,
     second_count=0,
     AHEAD: tl.constexpr = 0,
-    AHEAD_MODE: tl.constexpr = 0,
+    BULK: tl.constexpr = False,
+    KEPT: tl.constexpr = False,
 ):
     take_turn(DEPENDENT)
     if AHEAD > 0:
@@ -42,7 +43,7 @@ def silu_mul_kernel(
         if program >= 0:
             ask_ahead(
                 program, AHEAD, ahead_first, first_stride, first_piece, first_count, ahead_second,
-                second_stride, second_piece, second_count, AHEAD_MODE,
+                second_stride, second_piece, second_count, BULK, KEPT,
             )  # fmt: skip
             return
     row = tl.program_id(1).to(tl.int64)

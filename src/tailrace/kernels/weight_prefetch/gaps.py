@@ -23,10 +23,8 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
-
-import torch
 
 from tailrace.errors import EngineError
 
@@ -183,8 +181,9 @@ class Launch:
     spans: tuple[Span, ...] = ()
     hosts: int = 0
     """Programs that ask."""
-    mode: int = 0
-    """See weight_prefetch/triton.py."""
+    is_bulk: bool = False
+    """How: see weight_prefetch/triton.py."""
+    is_kept: bool = False
 
     def programs(self, plane: int = 1) -> int:
         """Return by how much the last axis of a grid grows, whose others span `plane` programs."""
@@ -206,7 +205,8 @@ class Launch:
             "second_piece": second.piece,
             "second_count": second.count,
             "AHEAD": self.programs(plane) * plane,
-            "AHEAD_MODE": self.mode,
+            "BULK": self.is_bulk,
+            "KEPT": self.is_kept,
         }
 
 
@@ -216,8 +216,8 @@ NOTHING = Launch()
 class _Asks:
     """A step's asks, and whose turn it is."""
 
-    def __init__(self, asks: Sequence[Ask], hosts: int, mode: int) -> None:
-        self._asks, self._hosts, self._mode = asks, hosts, mode
+    def __init__(self, asks: Sequence[Ask], usual: Launch) -> None:
+        self._asks, self._usual = asks, usual
         self._next = 0
 
     def take(self, gap: Gap) -> Launch:
@@ -227,7 +227,7 @@ class _Asks:
             )
         ask = self._asks[self._next]
         self._next += 1
-        return Launch(ask.spans, self._hosts, self._mode) if ask.spans else NOTHING
+        return replace(self._usual, spans=ask.spans) if ask.spans else NOTHING
 
     @property
     def left(self) -> str:
@@ -239,18 +239,21 @@ _asks: ContextVar[_Asks | None] = ContextVar("weights asked for ahead", default=
 
 
 @contextmanager
-def asking(asks: Sequence[Ask], *, hosts: int, mode: int) -> Iterator[None]:
+def asking(
+    asks: Sequence[Ask], *, hosts: int, is_bulk: bool, is_kept: bool = False
+) -> Iterator[None]:
     """Have this thread's kernels of one decode step ask, within the block.
 
     Args:
         asks: From `schedule`.
         hosts: Programs that ask, in each gap: one for each multiprocessor.
-        mode: Of weight_prefetch/triton.py: how they do.
+        is_bulk: Whether the GPU takes pieces, not lines (`asks_in_bulk`).
+        is_kept: Of the budget.
 
     Raises:
         EngineError: The step's kernels are not those of the asks.
     """
-    step = _Asks(asks, hosts, mode)
+    step = _Asks(asks, Launch(hosts=hosts, is_bulk=is_bulk, is_kept=is_kept))
     token = _asks.set(step)
     try:
         yield
@@ -266,6 +269,6 @@ def asked_ahead(gap: Gap) -> Launch:
     return NOTHING if step is None else step.take(gap)
 
 
-def mode_of(budget: Budget, capability: tuple[int, int]) -> int:
-    """Return how a GPU of that compute capability asks, as weight_prefetch/triton.py has it."""
-    return (1 if capability >= (9, 0) else 0) | (2 if budget.is_kept else 0)
+def asks_in_bulk(capability: tuple[int, int]) -> bool:
+    """Tell whether a GPU of that compute capability takes pieces of memory, not lines alone."""
+    return capability >= (9, 0)

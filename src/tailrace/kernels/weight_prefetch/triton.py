@@ -17,11 +17,6 @@ import triton.language as tl
 
 from tailrace.kernels.dependent_launch import LINE_BYTES
 
-BULK: tl.constexpr = tl.constexpr(1)
-"""Of a mode: a piece is asked for by one instruction (Hopper); else each of its lines by one."""
-KEPT: tl.constexpr = tl.constexpr(2)
-"""Of a mode: what is asked for outlives what others stream through the cache meanwhile."""
-
 NOT_SPECIALIZED = (
     "first_stride", "first_piece", "first_count", "second_stride", "second_piece", "second_count",
 )  # fmt: skip
@@ -48,21 +43,26 @@ def ask_ahead(
     second_stride,
     second_piece,
     second_count,
-    MODE: tl.constexpr,
+    BULK: tl.constexpr,
+    KEPT: tl.constexpr,
 ):
     """Ask for this program's share of two spans of memory; of a weight, then of the next.
 
     A span is `count` pieces of `piece` bytes, a multiple of 128, `stride` bytes apart. Neighbouring
-    pieces go to neighbouring programs, that is to other multiprocessors.
+    pieces go to neighbouring programs, that is to other multiprocessors. BULK: a piece is asked for
+    by one instruction (Hopper), else each of its lines by one. KEPT: what is asked for outlives
+    what others stream through the cache meanwhile.
     """
-    _ask_span(program, programs, first, first_stride, first_piece, first_count, MODE)
-    _ask_span(program, programs, second, second_stride, second_piece, second_count, MODE)
+    _ask_span(program, programs, first, first_stride, first_piece, first_count, BULK, KEPT)
+    _ask_span(program, programs, second, second_stride, second_piece, second_count, BULK, KEPT)
 
 
 @triton.jit
-def _ask_span(program, programs, memory, stride, piece, count, MODE: tl.constexpr):
+def _ask_span(
+    program, programs, memory, stride, piece, count, BULK: tl.constexpr, KEPT: tl.constexpr
+):
     threads = tl.arange(0, tl.extra.cuda.num_threads())
-    if MODE & BULK:
+    if BULK:
         size = piece
         total = count
     else:
@@ -73,14 +73,14 @@ def _ask_span(program, programs, memory, stride, piece, count, MODE: tl.constexp
         index = start + threads * programs
         place = (index // a_piece).to(tl.int64) * stride + (index % a_piece) * size
         # Each thread asks once, those beyond the end for nothing.
-        ask((memory + place).to(tl.int64), tl.where(index < total, size, 0), MODE)
+        ask((memory + place).to(tl.int64), tl.where(index < total, size, 0), BULK, KEPT)
 
 
 @triton.jit
-def ask(addresses, sizes, MODE: tl.constexpr):
+def ask(addresses, sizes, BULK: tl.constexpr, KEPT: tl.constexpr):
     """Ask for the bytes at each address; a size of 0 asks for nothing."""
-    if MODE & BULK:
-        if MODE & KEPT:
+    if BULK:
+        if KEPT:
             _run(
                 "{ .reg .pred p; .reg .b64 h; setp.ne.u32 p, $2, 0;"
                 " createpolicy.fractional.L2::evict_last.b64 h, 1.0;"
@@ -96,7 +96,7 @@ def ask(addresses, sizes, MODE: tl.constexpr):
                 addresses,
                 sizes,
             )
-    elif MODE & KEPT:
+    elif KEPT:
         _run(
             "{ .reg .pred p; setp.ne.u32 p, $2, 0;"
             " @p prefetch.global.L2::evict_last [$1]; mov.u32 $0, 0; }",

@@ -1,0 +1,244 @@
+"""`--weight-prefetch`: off, a budget for all, or for each class of rows what was measured.
+
+    off     nothing is asked for ahead
+    MIB     every decode step of up to 128 rows asks for so much in each gap
+    auto    what the plan says; where it is `--plan auto` and says nothing, whole decode steps are
+            captured with and without, timed in turns, and the plan keeps the winners
+
+A step is timed twice, over short and over long sequences, and the sum counts: a budget must not win
+at the one by what it costs at the other. No budget changes a bit, so nothing is compared.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+
+from tailrace.engine.cuda_plan import key_of, known
+from tailrace.engine.cuda_runner import is_out_of_memory
+from tailrace.engine.weight_prefetch import ROW_CLASSES, DeviceCache
+from tailrace.errors import ConfigError
+from tailrace.kernels.plan import Plan, choose, read, require, usual_file, write
+from tailrace.kernels.weight_prefetch.gaps import MIB, Budget
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from tailrace.engine.cuda_runner import CudaRunner
+    from tailrace.engine.weight_prefetch import Budgets
+    from tailrace.kernels.plan import Choice
+    from tailrace.kernels.triton_kernels import TritonKernels
+    from tailrace.models.causal_lm import CausalLM
+
+    Replay = Callable[[], float]
+    """Runs a step and returns its seconds."""
+
+log = structlog.get_logger("tailrace.engine")
+
+OPERATION = "weight prefetch"
+OFF = "off"
+MARGIN = 0.01
+"""By how much less time a budget wins: whole steps, timed in turns, spread less than kernels."""
+CANDIDATES = tuple(Budget(mib * MIB) for mib in (8, 16, 24))
+BOUND_S = 4.0
+"""Of measuring at start; the class that is being measured may overrun it."""
+KEYS = (512, 4096)
+"""Tokens of each sequence of the steps that are timed."""
+ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class Prefetching:
+    """What a start knows of its budgets before graphs are captured."""
+
+    budgets: Budgets
+    is_asked: bool = True
+    plan: Plan | None = None
+    """Which what is missing is added to, once graphs are there; None: nothing is measured."""
+    file: Path | None = None
+
+
+def sizes_of(most_rows: int) -> str:
+    """Return what a plan calls a class of rows."""
+    return f"decode steps up to {most_rows} rows"
+
+
+def find(asked: str, plan_asked: str, kernels: TritonKernels, model: CausalLM) -> Prefetching:
+    """Return the budgets that are known before graphs are captured.
+
+    Args:
+        asked: `--weight-prefetch`.
+        plan_asked: `--plan`.
+        kernels: Of the model.
+        model: As decodes are served.
+
+    Raises:
+        ConfigError: The device cannot, has too little room, or the plan names no budget of here.
+    """
+    if asked == OFF:
+        return Prefetching({}, is_asked=False)
+    cache = cache_for(asked, kernels.device)
+    if asked != "auto":
+        budget = Budget(int(asked) * MIB)
+        cache.asks(model, budget)
+        return Prefetching(dict.fromkeys(ROW_CLASSES, budget))
+    key = key_of(kernels, model)
+    if plan_asked == "auto":
+        file = usual_file(key)
+        plan = known(file, key)
+    else:
+        file = Path(plan_asked)
+        plan = read(file)
+        require(plan, key, file)
+    offered = candidates(cache)
+    cache.asks(model, CANDIDATES[0])
+    is_open = plan_asked == "auto" and not plan.pinned
+    budgets = chosen(plan, offered, file)
+    return Prefetching(budgets, plan=plan if is_open else None, file=file)
+
+
+def cache_for(asked: str, device: torch.device) -> DeviceCache:
+    """Return the cache that is asked into, before anything is loaded.
+
+    Args:
+        asked: `--weight-prefetch`, not off.
+        device: That serves.
+
+    Raises:
+        ConfigError: There is none, or it has too little room.
+    """
+    cache = DeviceCache.of(device)
+    if cache is None:
+        raise ConfigError(f"--weight-prefetch {asked}: needs a GPU; leave it out")
+    if asked != "auto":
+        cache.require(Budget(int(asked) * MIB))
+    return cache
+
+
+def candidates(cache: DeviceCache) -> list[Budget]:
+    """Return the budgets that a GPU has room for."""
+    return [budget for budget in CANDIDATES if budget.nbytes <= cache.room]
+
+
+def chosen(plan: Plan, offered: Sequence[Budget], file: Path) -> Budgets:
+    """Return a plan's budgets; a class that it says nothing about has none.
+
+    Raises:
+        ConfigError: It names a budget that is not offered here.
+    """
+    by_words: dict[str, Budget | None] = {budget.words: budget for budget in offered}
+    by_words[OFF] = None
+    budgets: dict[int, Budget | None] = {}
+    for bound in ROW_CLASSES:
+        name = plan.winner(OPERATION, sizes_of(bound)) or OFF
+        if name not in by_words:
+            raise ConfigError(
+                f"plan {file}: {OPERATION}, {sizes_of(bound)}: {name!r} is none of "
+                f"{', '.join(by_words)}; remove the file, or name another with --plan"
+            )
+        budgets[bound] = by_words[name]
+    return budgets
+
+
+def settle(
+    prefetching: Prefetching,
+    runner: CudaRunner,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    bound_s: float = BOUND_S,
+) -> None:
+    """Measure what the plan lacks, keep it, and let the winners serve; after `runner.capture`.
+
+    Where the device lacks memory for a second set of graphs, those that are there go on serving.
+    """
+    plan, file = prefetching.plan, prefetching.file
+    if plan is None or file is None or runner.cache is None:
+        return
+    choices: list[Choice] = []
+    try:
+        choices = measure(plan, runner, candidates(runner.cache), clock, bound_s)
+        if not choices:
+            return
+        plan = plan.with_choices(choices)
+        _keep(plan, file)
+        runner.prefetch_by(chosen(plan, candidates(runner.cache), file))
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        log.warning("weight_prefetch_lacks_memory", reason=str(error).splitlines()[0])
+
+
+def _keep(plan: Plan, file: Path) -> None:
+    try:
+        write(plan, file)
+    except (ConfigError, OSError) as error:  # it serves all the same, this once
+        log.warning("plan_not_kept", reason=str(error))
+
+
+def measure(
+    plan: Plan,
+    runner: CudaRunner,
+    offered: Sequence[Budget],
+    clock: Callable[[], float],
+    bound_s: float,
+) -> list[Choice]:
+    """Return choices for the classes that a plan says nothing about and time allows."""
+    begun_s = clock()
+    choices = []
+    for bound, rows in classes(runner.decode_sizes):
+        if plan.winner(OPERATION, sizes_of(bound)) is not None:
+            continue
+        if clock() - begun_s >= bound_s:
+            break
+        arms = {OFF: None, **{budget.words: budget for budget in offered}}
+        seconds = timed({name: runner.rehearsals(rows, KEYS, arm) for name, arm in arms.items()})
+        choices.append(choose(OPERATION, sizes_of(bound), OFF, seconds, {}, margin=MARGIN))
+    if choices:
+        log.info(
+            "weight_prefetch_measured",
+            choices=[f"{choice.sizes}: {gain(choice)}" for choice in choices],
+            seconds=round(clock() - begun_s, 2),
+        )
+    return choices
+
+
+def gain(choice: Choice) -> str:
+    """Say a choice with what it saves."""
+    usual, best = (choice.seconds[name] for name in (choice.default, choice.winner))
+    return f"{choice.winner}, {1e6 * (usual - best):.0f} us of {1e6 * usual:.0f}"
+
+
+def classes(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Return each class that has captured sizes, and the largest of those."""
+    found = []
+    low = 0
+    for bound in ROW_CLASSES:
+        within = [size for size in sizes if low < size <= bound]
+        if within:
+            found.append((bound, max(within)))
+        low = bound
+    return found
+
+
+def timed(arms: dict[str, list[Replay]]) -> dict[str, float]:
+    """Return each arm's seconds: the medians of its steps, added up.
+
+    Arms take turns, and each goes first as often as last: a GPU's clocks drift.
+    """
+    names = list(arms)
+    total = dict.fromkeys(names, 0.0)
+    for index in range(len(arms[names[0]])):
+        times: dict[str, list[float]] = {name: [] for name in names}
+        for turn in range(ROUNDS + 1):
+            for name in names[:: 1 - 2 * (turn % 2)]:
+                times[name].append(arms[name][index]())
+        for name in names:
+            total[name] += statistics.median(times[name][1:])  # the first one only warms
+    return total
