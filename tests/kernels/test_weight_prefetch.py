@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-import triton.language as tl
-
 from tailrace.errors import EngineError
 from tailrace.kernels.kv_scales import UNSCALED
 from tailrace.kernels.linear.cublas import CublasLinear
@@ -30,7 +28,6 @@ from tailrace.kernels.rms_norm.triton import add_rms_norm
 from tailrace.kernels.rope_cache.triton import rope_and_cache
 from tailrace.kernels.rotary import Rotary
 from tailrace.kernels.silu_mul.triton import silu_mul
-from tailrace.kernels.weight_prefetch import triton as programs
 from tailrace.kernels.weight_prefetch.gaps import (
     LINE,
     MIB,
@@ -44,7 +41,7 @@ from tailrace.kernels.weight_prefetch.gaps import (
     asks_in_bulk,
     schedule,
 )
-from tests.support.interpreter import exact_float8, quietly
+from tests.support.interpreter import exact_float8, quietly, recorded_asks
 
 CPU = torch.device("cpu")
 A_LAYER = ["norm", "rope", "attention", "norm", "silu"]
@@ -203,17 +200,7 @@ def test_a_budget_has_a_name():
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Return the (address, size) pairs that programs ask for, in the interpreter."""
-    found = []
-
-    def ask(addresses, sizes, *_):
-        places = addresses.handle.data.reshape(-1).tolist()
-        counts = sizes.handle.data.reshape(-1).tolist()
-        found.extend(pair for pair in zip(places, counts, strict=True) if pair[1])
-
-    monkeypatch.setattr(programs, "ask", ask)
-    monkeypatch.setattr(tl.extra.cuda, "num_threads", lambda: 4)
-    return found
+    return recorded_asks(monkeypatch)
 
 
 def half(*shape):

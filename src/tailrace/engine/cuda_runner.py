@@ -599,13 +599,18 @@ class CudaRunner:
 
     @torch.inference_mode()
     def captured_decodes(
-        self, *, dependent: bool = False, budget: Budget | None = None
+        self,
+        *,
+        dependent: bool = False,
+        budget: Budget | None = None,
+        sizes: Sequence[int] = (),
     ) -> CapturedSteps:
         """Capture the steps of decodes once more, after `capture`; what serves stays as it is.
 
         Args:
             dependent: Whether by dependent launches (see kernels/dependent_launch.py).
             budget: Of weights that they ask for ahead, whatever their rows.
+            sizes: Batch sizes out of `decode_sizes`; none: all of them.
 
         Raises:
             ConfigError: A layer does not tell how its weight is read.
@@ -616,7 +621,8 @@ class CudaRunner:
             raise EngineError("dependent launches: this GPU does not know them; Hopper does")
         budgets = {} if budget is None else {self.num_slots: budget}
         with dependent_launches(on=dependent):
-            return self._captured([Frame(size) for size in reversed(self._buckets)], budgets)
+            chosen = sorted(sizes or self._buckets, reverse=True)
+            return self._captured([Frame(size) for size in chosen], budgets)
 
     @property
     def decode_sizes(self) -> list[int]:
@@ -641,37 +647,45 @@ class CudaRunner:
     def _budget(self, size: int) -> Budget | None:
         return budget_of(self._budgets, size)
 
-    @torch.inference_mode()
     def rehearsals(
-        self, size: int, keys: Sequence[int], budget: Budget | None
+        self,
+        sequences: int,
+        keys: Sequence[int],
+        budget: Budget | None,
+        *,
+        dependent: bool = False,
     ) -> list[Callable[[], float]]:
         """Capture a step of decodes, and return what runs it and tells its seconds.
 
         To be called before there are requests. No KV is written.
 
         Args:
-            size: A batch size that is captured.
+            sequences: At most as many as are captured.
             keys: Tokens of each sequence: one function for each of these.
             budget: Of weights that it asks for ahead.
+            dependent: Whether by dependent launches.
 
         Raises:
+            EngineError: What is asked for, the device does not know.
             RuntimeError: The device has no memory for the graph.
         """
-        frame = Frame(size)
-        captured_steps = self._captured([frame], {size: budget})
-        graph = captured_steps.graphs[frame]
+        size = next(size for size in self._buckets if size >= sequences)
+        steps = self.captured_decodes(dependent=dependent, budget=budget, sizes=[size])
+        run = partial(self._rehearse, steps.graphs[Frame(size)], Frame(size), sequences)
         longest = self._tables.width * self.block_size
-        return [partial(self._rehearse, graph, size, min(count, longest)) for count in keys]
+        return [partial(run, min(count, longest)) for count in keys]
 
-    def _rehearse(self, graph: torch.cuda.CUDAGraph, size: int, keys: int) -> float:
-        frame = Frame(size)
+    @torch.inference_mode()
+    def _rehearse(
+        self, graph: torch.cuda.CUDAGraph, frame: Frame, sequences: int, keys: int
+    ) -> float:
         arrays = self._arrays(Step(), 0, frame, _no_tiles(frame), None)
-        arrays["kv_lens"][:size] = keys
-        arrays["positions"][:] = keys - 1
-        arrays["table_rows"][:size] = np.arange(size)
+        arrays["kv_lens"][:sequences] = keys
+        arrays["positions"][:sequences] = keys - 1
+        arrays["table_rows"][:sequences] = np.arange(sequences)
         self._staging.send(self._staging.pack(arrays))
-        self._tables.pretend(size, self.kv_caches[0][0].shape[0])
-        begin, end = self._mark(), None
+        self._tables.pretend(sequences, self.kv_caches[0][0].shape[0])
+        begin = self._mark()
         graph.replay()
         end = self._mark()
         self._tables.forget()
