@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import tomllib
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -232,8 +233,7 @@ class EngineConfig:
 
     def _check_weight_prefetch(self) -> None:
         asked = str(self.weight_prefetch)
-        is_number = asked.isascii() and asked.isdigit() and int(asked[:5]) > 0 and len(asked) < 5
-        if asked not in ("off", "auto") and not is_number:
+        if asked not in ("off", "auto") and not re.fullmatch("[1-9][0-9]{0,3}", asked):
             raise ConfigError(
                 f"--weight-prefetch {asked}: must be off, auto, or whole MiB from 1 to 9999"
             )
