@@ -431,9 +431,8 @@ def ahead_cases(kind: int, cases: list[Case]) -> Iterator[Case]:
     able = [case for case in cases if "AHEAD" in case.kernel.arg_names]
     bulk = asks_in_bulk((kind // 10, kind % 10))
     for _, group in itertools.groupby(able, key=lambda case: case.name.split()[0]):
-        several = list(group)
-        some = [several[0], several[-1]]
-        for case, kept in itertools.product(some[: len(several)], (False, True)):
+        *_, case = group
+        for kept in (False, True):
             yield replace(
                 case,
                 name=f"{case.name} ahead{' kept' if kept else ''}",
