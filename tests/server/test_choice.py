@@ -42,6 +42,32 @@ def test_a_stop_string_completed_by_the_end_counts_as_stop(tokenizer):
     assert (piece.text, piece.finish_reason, piece.stop_reason) == ("", "stop", "ab")
 
 
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1, 1), (2, 4), (6,), (3, 3)], ids=str)
+def test_no_stop_string_ends_a_choice_before_min_tokens(tokenizer, sizes):
+    raw = list(b"abxabc")
+    choice = Choice(0, tokenizer, TextRules(stops=("ab",)), (), min_tokens=3)
+    whole = Piece(0)
+    for size in sizes:
+        if not choice.is_finished:
+            whole.absorb(choice.take(output(raw[:size])))
+        raw = raw[size:]
+    assert (whole.text, whole.finish_reason, whole.stop_reason) == ("abx", "stop", "ab")
+
+
+def test_a_stop_string_that_begins_within_min_tokens_and_ends_later_counts(tokenizer):
+    choice = Choice(0, tokenizer, TextRules(stops=("bc",)), (), min_tokens=2)
+    assert choice.take(output(b"ab")).text == "a"
+    piece = choice.take(output(b"c"))
+    assert (piece.text, piece.stop_reason) == ("", "bc")
+
+
+def test_min_tokens_without_a_stop_after_them_lose_no_text(tokenizer):
+    choice = Choice(0, tokenizer, TextRules(stops=("bc", "ca")), (), min_tokens=4)
+    pieces = [choice.take(output(b"abc")), choice.take(output([*b"a", EOS_ID], "stop", EOS_ID))]
+    assert "".join(piece.text for piece in pieces) == "abca"
+    assert pieces[-1].stop_reason is None
+
+
 def test_special_tokens_are_text_only_where_asked_for(tokenizer):
     shown = Choice(0, tokenizer, TextRules(skip_special_tokens=False), ())
     hidden = Choice(0, tokenizer, TextRules(), ())

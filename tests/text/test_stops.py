@@ -31,6 +31,32 @@ def test_any_split_gives_what_the_whole_text_gives(parts, stops, include):
     assert (said, watcher.hit) == oracle("".join(parts), stops, include)
 
 
+def oracle_after(free, text, stops):
+    """Return the text up to the earliest, then longest, stop string that ends beyond `free`."""
+    whole = free + text
+    hits = [
+        (start, -len(stop), stop)
+        for stop in stops
+        for start in range(len(whole))
+        if whole.startswith(stop, start) and start + len(stop) > len(free)
+    ]
+    return (whole[: min(hits)[0]], min(hits)[2]) if hits else (whole, None)
+
+
+@given(free=st.lists(letters, max_size=5), later=st.lists(letters, max_size=5), stops=stop_lists)
+def test_no_stop_counts_that_ends_in_free_text_however_it_is_split(free, later, stops):
+    watcher = StopStrings(stops)
+    said = "".join(watcher.push(part, is_free=True)[0] for part in free)
+    assert watcher.hit is None
+    for part in later:
+        new, hit = watcher.push(part)
+        said += new
+        if hit:
+            break
+    said += watcher.finish()
+    assert (said, watcher.hit) == oracle_after("".join(free), "".join(later), stops)
+
+
 @given(parts=st.lists(letters, max_size=8), stops=stop_lists)
 def test_exactly_the_longest_possible_beginning_is_held_back(parts, stops):
     watcher = StopStrings(stops)

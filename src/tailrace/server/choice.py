@@ -3,6 +3,7 @@
     engine ids --> detokenizer (whole characters) --> stop strings (held back, cut) --> Piece
 
 A token that ended the sequence (EOS, stop id) counts and is scored, but is no text.
+No stop string counts that ends within the first `min_tokens` tokens.
 """
 
 from __future__ import annotations
@@ -50,16 +51,25 @@ class Choice:
         tokenizer: The model's.
         rules: Stop strings and the like.
         stop_token_ids: The client's own; only these are a `stop_reason`.
+        min_tokens: So many come whatever their text.
     """
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer, rules: TextRules, stop_token_ids: tuple[int, ...]
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        rules: TextRules,
+        stop_token_ids: tuple[int, ...],
+        *,
+        min_tokens: int = 0,
     ) -> None:
         self.index = index
         self.is_finished = False
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=rules.skip_special_tokens)
         self._stops = StopStrings(rules.stops, include_stop=rules.include_stop)
         self._stop_token_ids = frozenset(stop_token_ids)
+        self._free_tokens = min_tokens if rules.stops else 0
+        """Tokens to come whose text is free of stops."""
 
     def take(self, output: TokenOutput) -> Piece:
         """Return what an output adds; it may finish the choice before the engine does."""
@@ -84,8 +94,14 @@ class Choice:
         spoken = output.token_ids
         if spoken and output.stop_token_id is not None:
             spoken = spoken[:-1]
-        text = self._detokenizer.push(spoken)
+        text = ""
+        if self._free_tokens:
+            free, spoken = spoken[: self._free_tokens], spoken[self._free_tokens :]
+            self._free_tokens -= len(free)
+            text, _ = self._stops.push(self._detokenizer.push(free), is_free=True)
+        later = self._detokenizer.push(spoken)
         if is_last:
-            text += self._detokenizer.finish()
-        text, hit = self._stops.push(text)
+            later += self._detokenizer.finish()
+        later, hit = self._stops.push(later, is_free=self._free_tokens > 0)
+        text += later
         return text + self._stops.finish() if is_last and hit is None else text

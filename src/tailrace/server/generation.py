@@ -370,7 +370,13 @@ class Generation:
             max_sequences=standing.max_sequences,
             cache_salt=self.cache_scope + job.terms.cache_salt,
         )
-        choice = Choice(index, self.tokenizer, job.terms.text_rules, sampling.stop_token_ids)
+        choice = Choice(
+            index,
+            self.tokenizer,
+            job.terms.text_rules,
+            sampling.stop_token_ids,
+            min_tokens=sampling.min_tokens,
+        )
         queue = self.services.engine.submit(request)
         self._members.append(_Member(request.request_id, choice, queue))
 

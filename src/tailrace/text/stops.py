@@ -48,30 +48,49 @@ class StopStrings:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)))
         self._include_stop = include_stop
         self._held = ""
+        self._held_free_chars = 0
+        """Of the beginning of what is held, that are free of stops."""
         self.hit: str | None = None
         """The stop string that ended the text; further text is dropped."""
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """Take new text; return what can go out, and the stop string that was hit."""
+    def push(self, text: str, *, is_free: bool = False) -> tuple[str, str | None]:
+        """Take new text; return what can go out, and the stop string that was hit.
+
+        Args:
+            text: What follows on the text so far.
+            is_free: No stop string ends in it; not to be said after text in which one may.
+        """
         if not self._stops:
             return text, None
         if self.hit is not None:
             return "", self.hit
         text = self._held + text
+        free_chars = len(text) if is_free else self._held_free_chars
         held_start = self._held_start(text)
-        match = self._pattern.search(text)
+        match = self._search(text, free_chars)
         if match and match.start() < held_start:
             return self._end(match), self.hit
         self._held = text[held_start:]
+        self._held_free_chars = max(0, free_chars - held_start)
         return text[:held_start], None
 
     def finish(self) -> str:
         """Return what was held back; a match that waited for a better one sets `hit` now."""
-        match = self._pattern.search(self._held) if self._stops and self.hit is None else None
+        match = None
+        if self._stops and self.hit is None:
+            match = self._search(self._held, self._held_free_chars)
         if match:
             return self._end(match)
         held, self._held = self._held, ""
         return held
+
+    def _search(self, text: str, free_chars: int) -> re.Match[str] | None:
+        """Return the best match that ends beyond the first `free_chars`."""
+        start = max(0, free_chars - self._max_chars + 1)  # from before, none reaches beyond
+        match = self._pattern.search(text, start)
+        while match and match.end() <= free_chars:
+            match = self._pattern.search(text, match.start() + 1)
+        return match
 
     def _end(self, match: re.Match[str]) -> str:
         self.hit = match[0]
