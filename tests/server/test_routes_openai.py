@@ -317,6 +317,18 @@ def test_a_completion_stream_echoes_first_and_finishes_each_index_once(call):
         assert [c["finish_reason"] for c in mine] == [None, None, "length"]
 
 
+@pytest.mark.parametrize("echo", [True, False])
+def test_a_streams_scores_are_those_of_the_whole(call, echo):
+    asked = {"prompt": ["Hié", "you"], "n": 2, "echo": echo, "logprobs": 1}
+    whole, _ = call(COMPLETIONS, **asked)
+    stream, _ = call(COMPLETIONS, **asked, stream=True)
+    for choice in whole.json["choices"]:
+        pieces = [c["choices"][0] for c in stream.events[:-1]]
+        scores = [p["logprobs"] for p in pieces if p["index"] == choice["index"] and p["logprobs"]]
+        for name, values in choice["logprobs"].items():
+            assert [value for score in scores for value in score[name]] == values
+
+
 def test_prompt_logprobs_and_token_ids_come_where_asked_for(call):
     request, _ = call(
         COMPLETIONS,

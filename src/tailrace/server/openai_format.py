@@ -168,12 +168,13 @@ class CompletionFormat(OpenAIFormat):
     def event(self, piece: Piece) -> bytes:
         """Return a piece as one event, or two where the prompt is echoed first."""
         is_first = self.begins(piece.index)
-        own = self._choice(piece, piece.text, self._logprobs(piece))
-        choices = [self._echo(piece), own] if is_first and self.echo else [own]
+        choices = [self._echo(piece)] if is_first and self.echo else []
+        # After the prompt, where the text that their offsets count begins.
+        choices.append(self._choice(piece, piece.text, self._logprobs(piece)))
         if is_first:
             choices[0].prompt_token_ids = self.prompt_ids(piece.index)
         chunks = [self.chunk(self.kind, choice) for choice in choices[:-1]]
-        chunks.append(self.chunk(self.kind, own, len(piece.token_ids)))
+        chunks.append(self.chunk(self.kind, choices[-1], len(piece.token_ids)))
         return b"".join(map(event, chunks))
 
     def closing(self, generation: Generation) -> bytes:
