@@ -15,7 +15,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from tailrace.kernels.attention_shapes import PREFILL, key_words
 from tailrace.kernels.kv_scales import KVScales
-from tailrace.kernels.paged_attention import prefill_kernels
+from tailrace.kernels.paged_attention import prefill_kernels, triton_hopper_prefill
+from tailrace.kernels.paged_attention.contiguous import attend
 from tailrace.kernels.paged_attention.prefill_kernels import (
     HEAD_DIMS,
     describe,
@@ -25,11 +26,18 @@ from tailrace.kernels.paged_attention.prefill_kernels import (
     prefill,
     why_not_hopper,
 )
-from tailrace.kernels.paged_attention.triton_hopper_prefill import CANDIDATES, USUAL, serves
+from tailrace.kernels.paged_attention.triton_hopper_prefill import (
+    CANDIDATES,
+    USUAL,
+    hopper_prefill_kernel,
+    serves,
+)
 from tailrace.kernels.paged_attention.triton_prefill import Shape
 from tailrace.kernels.torch_kernels import TorchKernels
 from tailrace.kernels.triton_kernels import TritonKernels
 from tests.kernels.hopper_stand_in import let_hopper_serve
+from tests.kernels.on_triton import OnTriton
+from tests.kernels.test_contiguous import PADDINGS, formula, random_case
 
 SERVED = {
     "device": torch.device("cuda"), "capability": (9, 0), "dtype": torch.bfloat16,
@@ -150,3 +158,63 @@ def test_hoppers_kernel_takes_no_scales_of_a_float8_cache():
             empty, empty, empty, empty, tiles=empty, query_starts=empty, kv_lens=empty,
             block_tables=empty, scale=1.0, shape=USUAL[128], kv_scales=KVScales(2.0, 1.0),
         )  # fmt: skip
+
+
+# The kernel itself, in our interpreter of Gluon
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Let Hopper's kernel run on the CPU, in bfloat16 too."""
+    interpreters = pytest.importorskip("tests.kernels.gluon_interpreter")
+    kernel = interpreters.Interpreter(hopper_prefill_kernel, seed=5, undefined_reads={"_clear"})
+    monkeypatch.setattr(triton_hopper_prefill, "hopper_prefill_kernel", kernel)
+    monkeypatch.setattr(prefill_kernels, "why_no_gluon", lambda *_: None)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_tiles_without_rows_end_and_write_nothing(interpreted, head_dim):
+    """As captured steps are padded: of a last sequence without rows or keys, at the rows' end."""
+    paged = Paged(kv_lens=[20], num_heads=2, num_kv_heads=1, head_dim=head_dim, block_size=8)
+    q = paged.queries[0].half()
+    out = torch.full((22, 2, head_dim), float("nan"), dtype=torch.float16)
+    k = paged.k_cache.half().permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
+    v = paged.v_cache.half().permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3)
+    tables = torch.tensor([paged.tables[0], [1 << 30] * 3], dtype=torch.int32)
+    prefill(
+        q,
+        k,
+        v,
+        out[1:21],
+        tiles=torch.tensor([[1, 0], [0, 0], [1, 0], [1, 0]], dtype=torch.int32),
+        query_starts=torch.tensor([0, 20, 20], dtype=torch.int32),
+        kv_lens=torch.tensor([20, 0], dtype=torch.int32),
+        block_tables=tables,
+        scale=paged.scale,
+        shape=USUAL[head_dim],
+    )
+    assert bool(out[[0, 21]].isnan().all())
+    assert_close("out", out[1:21].float(), paged.truth(0), rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("name", ["none", "left", "prefix, left"])
+def test_keys_in_one_piece_go_by_hoppers_kernel(interpreted, name):
+    spans = PADDINGS[name]
+    on_cpu = OnTriton(TritonKernels(torch.device("cpu"), "float16"))
+    q, k, v = random_case(on_cpu, spans, head_dim=64, spare=0)
+    halves = (x.half().contiguous() for x in (q, k, v))
+    found = attend(*halves, spans, scale=0.3, capability=(9, 0), shape=USUAL[64])
+    assert_close(name, found.float(), formula(q, k, v, spans, 0.3), **on_cpu.tolerance)
+
+
+def test_a_step_by_the_kernel_itself_equals_the_reference(interpreted, interpreter):
+    kernels = TritonKernels(torch.device("cpu"), "float16")
+    kernels.serve_prompts_by("hopper", head_dim=64, kv_dtype=torch.float16, unit=8)
+    chunks = [(1, 9), (1, 30), (7, 40), (130, 140)]
+    lens = [keys for _, keys in chunks]
+    paged = Paged(kv_lens=lens, num_heads=2, num_kv_heads=1, head_dim=64, block_size=8)
+    parts = [(index, *chunk) for index, chunk in enumerate(chunks)]
+    on_cpu = OnTriton(kernels)
+    found = torch.cat(paged.attend(on_cpu, parts))
+    expected = torch.cat(paged.attend(TorchKernels(), parts))
+    assert_close("out", found, expected, **on_cpu.tolerance)
