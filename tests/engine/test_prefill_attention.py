@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
@@ -24,8 +23,13 @@ from tailrace.engine.frames import fitting_frame, mixed_frames
 from tailrace.engine.scheduler import Scheduler
 from tailrace.engine.sequence import Sequence
 from tailrace.errors import ConfigError
+from tailrace.kernels.paged_attention import prefill_kernels, triton_hopper_prefill
 from tailrace.kernels.paged_attention.prefill_kernels import is_hopper, name_of
-from tailrace.kernels.paged_attention.triton_hopper_prefill import BLOCK_M, USUAL
+from tailrace.kernels.paged_attention.triton_hopper_prefill import (
+    BLOCK_M,
+    USUAL,
+    hopper_prefill_kernel,
+)
 from tailrace.kernels.triton_kernels import TritonKernels
 from tailrace.models.loader import load_model
 from tailrace.types import EngineRequest, SamplingParams
@@ -96,12 +100,12 @@ def generated(runner):
     return generate(runner, requests(), blocks=blocks)
 
 
-def runner_by(folder, kind, asked="hopper", rows=()):
-    kernels = TritonKernels(CPU, "float32")
-    model = load_model(folder, dtype="float32", kernels=kernels)
-    kernels.serve_prompts_by(asked, head_dim=64, kv_dtype=torch.float32, unit=SIZES["BLOCK"])
+def runner_by(folder, kind, asked="hopper", rows=(), dtype="float32"):
+    kernels = TritonKernels(CPU, dtype)
+    model = load_model(folder, dtype=dtype, kernels=kernels)
+    kernels.serve_prompts_by(asked, head_dim=64, kv_dtype=kernels.dtype, unit=SIZES["BLOCK"])
     kernels.prefill_rows = rows
-    runner = make_runner(model, kernels, kind)
+    runner = make_runner(model, kernels, kind, kv_dtype=kernels.dtype)
     for k, v in runner.kv_caches:
         k.fill_(float("nan"))
         v.fill_(float("nan"))
@@ -119,6 +123,21 @@ def test_prompts_by_hoppers_kernel_give_the_cpu_runners_tokens(folder, truth, ho
         assert frames <= {(call.rows, len(call.tiles)) for call in hopper.calls}
         assert len(frames) > 1
         assert all(frame.tiles == -(-frame.tokens // BLOCK_M) + 16 for frame in runner._mixed)
+
+
+def test_the_kernel_itself_gives_tritons_tokens_in_padded_steps(folder, monkeypatch):
+    """In half precision, interpreted: no stand-in is strict about what a tile without rows does."""
+    interpreters = pytest.importorskip("tests.kernels.gluon_interpreter")
+    kernel = interpreters.Interpreter(hopper_prefill_kernel, seed=2, undefined_reads={"_clear"})
+    monkeypatch.setattr(triton_hopper_prefill, "hopper_prefill_kernel", kernel)
+    monkeypatch.setattr(prefill_kernels, "why_no_gluon", lambda *_: None)
+    found = []
+    for asked in ("triton", "hopper"):
+        runner = runner_by(folder, Framed, asked, dtype="float16")
+        assert is_hopper(runner._shape) == (asked == "hopper")
+        found.append(generate(runner, requests()[::2]))
+        assert any(frame and frame.tokens for frame in runner.frames)
+    assert found[0] == found[1]
 
 
 def test_a_steps_longest_sequence_says_which_kernel_serves_all_of_its_prompts(

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from tests.kernels.gluon_interpreter.values import GluonFaultError
 
 if TYPE_CHECKING:
@@ -250,12 +252,15 @@ class Machine:
             GluonFaultError: Or whatever else one of them raises first.
         """
         ended = threading.Semaphore(0)
+        # The engine's steps: a thread has its own mode.
+        is_inference = torch.is_inference_mode_enabled()
 
         def run(partition: Partition, function: Callable[[], None]) -> None:
             partition.turn.acquire()
             try:
                 if self._fault is None:
-                    function()
+                    with torch.inference_mode(is_inference):
+                        function()
                     self._leave(partition)
             except _AbandonedError:
                 pass
