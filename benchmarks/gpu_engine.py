@@ -2,7 +2,7 @@
 
     PYTHONPATH=src:. python benchmarks/gpu_engine.py --out DIR [--skip-check | --only-check]
         [--profile] [--kv-cache-dtype fp8] [--weights awq|fp8|fp8-blocks]
-        [--prefill-weights same|fp8|bf16]
+        [--prefill-weights same|fp8|bf16] [--prefill-attention triton|hopper] [--plan auto|FILE]
     PYTHONPATH=src:. python benchmarks/gpu_engine.py --out DIR --launches [--weights ...]
     PYTHONPATH=src:. python benchmarks/gpu_engine.py --out DIR --weight-prefetch [--weights ...]
 
@@ -120,13 +120,18 @@ def main() -> None:
     parser.add_argument(
         "--prefill-weights", default="auto", help="as of tailrace serve, for what is timed"
     )
+    parser.add_argument(
+        "--prefill-attention", choices=("auto", "triton", "hopper"), default="auto",
+        help="as of tailrace serve, for what is checked and timed",
+    )  # fmt: skip
+    parser.add_argument("--plan", default="off", help="as of tailrace serve, for what is timed")
     arguments = parser.parse_args()
     with ThreadPoolExecutor(1) as runner:
         compared = compare_launches if arguments.launches else None
         compared = compare_prefetch if arguments.weight_prefetch else compared
         if not (arguments.skip_check or compared):
             for family in ("llama", "qwen2", "qwen3"):
-                check_family(family, runner, arguments.kv_cache_dtype)
+                check_family(family, runner, arguments)
         if arguments.only_check:
             return
         with tempfile.TemporaryDirectory() as folder:
@@ -188,7 +193,7 @@ def rounded_cache(scales: list[KVScales]) -> Any:
     return Rounded()
 
 
-def check_family(family: str, runner: ThreadPoolExecutor, kv_cache_dtype: str) -> None:
+def check_family(family: str, runner: ThreadPoolExecutor, arguments: argparse.Namespace) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -196,11 +201,15 @@ def check_family(family: str, runner: ThreadPoolExecutor, kv_cache_dtype: str) -
     from tests.support.tiny import make_tiny_checkpoint
 
     folder = Path(tempfile.mkdtemp())
-    made = make_tiny_checkpoint(folder, family)
+    # Hopper's kernel serves wide heads.
+    wide = {"head_dim": 128 if family == "qwen2" else 64}
+    by_hopper = arguments.prefill_attention == "hopper"
+    made = make_tiny_checkpoint(folder, family, **(wide if by_hopper else {}))
     folder = made if isinstance(made, Path) else folder
     config = EngineConfig(
         model_path=str(folder), gpus=(0,), max_batch_size=8, max_num_batched_tokens=96,
-        kv_cache_tokens=8192, warmup=True, kv_cache_dtype=kv_cache_dtype,
+        kv_cache_tokens=8192, warmup=True, kv_cache_dtype=arguments.kv_cache_dtype,
+        prefill_attention=arguments.prefill_attention,
     )  # fmt: skip
     engine, kept = make(config, folder, runner)
     draw = random.Random(1)
@@ -250,6 +259,7 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
         model_path=str(folder), load_format="dummy", gpus=(0,), max_batch_size=128,
         context_length=8192, max_num_batched_tokens=8192, prefix_cache=False, itl_target_ms=0,
         kv_cache_dtype=arguments.kv_cache_dtype, prefill_weights=arguments.prefill_weights,
+        prefill_attention=arguments.prefill_attention, plan=arguments.plan,
     )  # fmt: skip
     engine, kept = make(config, folder, runner)
     rows = []
@@ -292,10 +302,11 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
         )  # fmt: skip
     name = (
         f"gpu_engine_{arguments.weights}_prefill-{arguments.prefill_weights}"
-        f"_kv-{arguments.kv_cache_dtype}.json"
+        f"_kv-{arguments.kv_cache_dtype}_attention-{arguments.prefill_attention}.json"
     )
     settings = {"weights": arguments.weights, "kv_cache_dtype": arguments.kv_cache_dtype}
     settings |= {"prefill_weights": arguments.prefill_weights, "prefill_copy": copy}
+    settings |= {"prefill_attention": arguments.prefill_attention, "device": kept["loaded"].device}
     (arguments.out / name).write_text(json.dumps({**settings, "rows": rows}))
     if arguments.profile:
         for batch, context in ((50, 500), (128, 4500)):

@@ -1,6 +1,6 @@
 """The attention of prompts in transformers on a GPU: ours, SDPA's and FlashAttention's.
 
-    python benchmarks/gpu_hook.py [--out DIR]
+    python benchmarks/gpu_hook.py [--out DIR] [--prefill-attention hopper]
 
 First ours and SDPA's are compared with the formula in float64, over padding, prefixes and the
 layouts of models and caches, NaN in every key that is not real; where ours errs by more than twice
@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tailrace.integrations import transformers as hook
 from tailrace.kernels.paged_attention.contiguous import Spans, attend
+from tailrace.kernels.paged_attention.prefill_kernels import hopper_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,7 +80,7 @@ def error(found: Tensor, truth: Tensor) -> float:
     return float((found.double() - truth).norm() / truth.norm())
 
 
-def wrong_attention() -> list[str]:
+def wrong_attention(*, by_hopper: bool) -> list[str]:
     """Return the cases in which ours is further from the truth than twice SDPA's distance."""
     wrong = []
     for name, spans in PADDINGS.items():
@@ -96,7 +97,8 @@ def wrong_attention() -> list[str]:
             for x in (k, v):
                 x.masked_fill_(~is_key[:, None, :, None], torch.nan)
             capability = torch.cuda.get_device_capability()
-            ours = attend(q, k, v, spans, scale=DIM**-0.5, capability=capability)
+            shape = hopper_shapes(DIM)[0] if by_hopper else None
+            ours = attend(q, k, v, spans, scale=DIM**-0.5, capability=capability, shape=shape)
             mine, theirs = error(ours[is_real], truth), error(sdpa[is_real], truth)
             if not mine < 2 * theirs:
                 wrong.append(f"{name}, token_major={token_major}: {mine:.2e}, SDPA {theirs:.2e}")
@@ -165,12 +167,14 @@ def flash_by_lengths(
 
 
 @torch.no_grad()
-def attention_row(batch: int, length: int, flash: Callable[..., Tensor] | None) -> dict:
+def attention_row(
+    batch: int, length: int, flash: Callable[..., Tensor] | None, *, by_hopper: bool
+) -> dict:
     """One layer's attention of whole prompts, in milliseconds."""
     q = random(batch, HEADS, length, token_major=True)
     k, v = (random(batch, KV_HEADS, length, token_major=False) for _ in range(2))
     calls = {
-        "tailrace": lambda: hook.tailrace_attention(LAYER, q, k, v, None),
+        "tailrace": lambda: hook.tailrace_attention(LAYER, q, k, v, None, by_hopper=by_hopper),
         "sdpa": lambda: hook.sdpa_attention_forward(LAYER, q, k, v, None),
     }
     if flash is not None:
@@ -213,10 +217,13 @@ def show(title: str, rows: list[dict], names: list[str], *, with_rates: bool) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--prefill-attention", choices=hook.KERNELS, default="triton")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    hook.register()
-    wrong = [*wrong_attention(), *wrong_logits()]
+    kernel = arguments.prefill_attention
+    by_hopper = kernel == "hopper"
+    hook.register(prefill_attention=kernel)
+    wrong = [*wrong_attention(by_hopper=by_hopper), *wrong_logits()]
     print(f"correctness: {len(wrong)} wrong", *wrong, sep="\n", flush=True)
     if wrong:
         raise SystemExit(1)
@@ -225,7 +232,7 @@ def main() -> None:
     cases = [(batch, length) for length in LENGTHS for batch in BATCHES]
     sizes = [{"batch": batch, "tokens": length} for batch, length in cases]
     attention = [
-        size | attention_row(*case, flash and flash[1])
+        size | attention_row(*case, flash and flash[1], by_hopper=by_hopper)
         for size, case in zip(sizes, cases, strict=True)
     ]
     model = model_of(SHAPE)
@@ -234,12 +241,13 @@ def main() -> None:
         raise SystemExit(f"not what was to be timed: {hook.served()} ours, {hook.fallbacks()}")
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     flash_name = flash[0] if flash else "no FlashAttention"
-    print(f"\n{torch.cuda.get_device_name()}, {versions}, {flash_name}")
+    print(f"\n{torch.cuda.get_device_name()}, {versions}, ours by {kernel}, {flash_name}")
     names = ["tailrace", "sdpa", *(["flash"] if flash else [])]
     show("attention of one layer", attention, names, with_rates=True)
     show(f"a pass of {LAYERS} layers", passes, names[:2], with_rates=False)
     if arguments.out:
         found = {"attention": attention, "passes": passes, "versions": versions}
+        found["prefill_attention"] = kernel
         (arguments.out / "gpu_hook.json").write_text(json.dumps(found | {"flash": flash_name}))
 
 

@@ -1,15 +1,18 @@
 """Prefill's attention on a Hopper GPU: the Gluon kernel beside Triton's and FlashAttention 3.
 
-    python benchmarks/gpu_prefill.py [--out DIR] [--only-check]
+    python benchmarks/gpu_prefill.py [--out DIR] [--only-check] [--head-dim 64]
 
 First every candidate is compared with attention in float64, each in a process of its own under a
 timeout, for a barrier that nobody reaches would otherwise hang the GPU: odd chunks over prefixes,
 units of 8, 16 and 256 tokens dealt at random, both halves, NaN in every slot without a token and in
-the results, rows beside them that must stay as they are; an error of more than twice Triton's is
-wrong, and so are other bits the second time. What is wrong is named and not timed. Then, in the
-shape of Qwen2.5-7B (28 query heads, 4 KV heads, 128 dimensions, bfloat16, units of 8), whole
-prompts and a chunk over a prefix: medians of CUDA events, a cold L2. FlashAttention 3 is what
-gpu_hook.py finds; it reads keys and values in one piece, not by units.
+the results, rows beside them that must stay as they are, tiles without rows as captured steps have;
+an error of more than twice Triton's is wrong, and so are other bits the second time. What is wrong
+is named and not timed. Then, in the shape of Qwen2.5-7B (28 query heads, 4 KV heads, 128
+dimensions, bfloat16, units of 8), the calls that the engine makes: whole prompts, chunks over
+prefixes, several at once in a captured frame with its tiles without rows; medians of CUDA events, a
+cold L2. Last, for each class of lengths that a plan knows, the shape that is fastest, Triton's
+candidates among them, by its mean time over the class's cases, each beside Triton's usual shape.
+FlashAttention 3 is what gpu_hook.py finds; it reads keys and values in one piece, not by units.
 Pairs of query and key make 4 x 128 operations a head; a causal prompt of n has n (n + 1) / 2.
 """
 
@@ -18,6 +21,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -25,24 +29,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from gpu_attention import time_ms
 
-from tailrace.kernels.attention_shapes import prefill_shape
-from tailrace.kernels.paged_attention.device_batch import cut_tiles
-from tailrace.kernels.paged_attention.triton_hopper_prefill import (
-    BLOCK_M,
-    CANDIDATES,
-    HopperShape,
-    hopper_prefill,
+from tailrace.engine.frames import Frame, mixed_frames
+from tailrace.kernels.attention_shapes import (
+    BOUNDS,
+    HOPPER,
+    key_words,
+    prefill_candidates,
+    prefill_shape,
 )
-from tailrace.kernels.paged_attention.triton_prefill import prefill
+from tailrace.kernels.paged_attention.device_batch import cut_tiles
+from tailrace.kernels.paged_attention.prefill_kernels import is_hopper, name_of, prefill
+from tailrace.kernels.paged_attention.triton_hopper_prefill import CANDIDATES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
+    from tailrace.kernels.paged_attention.prefill_kernels import PrefillShape
+
+CAPABILITY = divmod(HOPPER, 10)
 HEADS = {64: (32, 8), 128: (28, 4)}
 """Query and KV heads that a head dimension comes with."""
 CASES = {
@@ -53,8 +63,14 @@ CASES = {
     "1 x 6144": [(6144, 6144)],
     "4 x 6144": [(6144, 6144)] * 4,
     "1024 over 3072": [(1024, 4096)],
+    "frame: 8 x 60": [(60, 60)] * 8,
+    "frame: 256 over 512, 200 over 500": [(256, 768), (200, 700)],
+    "frame: 3 x 320 over 500, 1200, 1900": [(320, 820), (320, 1520), (320, 2220)],
+    "frame: 900 over 3072, 60": [(900, 3972), (60, 60)],
 }
-"""Chunks of (rows, keys)."""
+"""Chunks of (rows, keys); in a frame as the engine captures it for decodes beside them."""
+DECODES, BUDGET = 64, 1024
+"""Of the steps whose frames those are."""
 ODD = [
     (5, 5), (64, 64), (1, 300), (129, 400), (257, 257), (300, 1333), (128, 128), (127, 1024),
     (2, 9), (200, 457), (65, 513),
@@ -73,10 +89,15 @@ class Problem:
     unit: int
     head_dim: int
     dtype: torch.dtype
+    is_framed: bool = False
+    """Whether the table has as many tiles as the captured step that would serve it."""
+    spare_tiles: int = 0
+    """Tiles without rows beside that."""
 
     def __post_init__(self) -> None:
         heads, kv_heads = HEADS[self.head_dim]
-        lens = [keys for _, keys in self.chunks]
+        # The last sequence is without rows and keys: tiles without work are its own.
+        lens = [*(keys for _, keys in self.chunks), 0]
         widths = [-(-keys // self.unit) for keys in lens]
         order = torch.randperm(sum(widths) + 1, device="cuda", dtype=torch.int32)
         # Entries beyond a sequence's are no units: whoever reads them reads out of bounds.
@@ -89,7 +110,7 @@ class Problem:
         self.whole_q = self._random(self.rows + 200, heads, self.head_dim)
         self.whole_q[self.rows :] = torch.nan
         self.whole_out = torch.full_like(self.whole_q, torch.nan)
-        starts = [0, *itertools.accumulate(rows for rows, _ in self.chunks)]
+        starts = [0, *itertools.accumulate(rows for rows, _ in self.chunks), self.rows]
         self.starts = torch.tensor(starts, dtype=torch.int32, device="cuda")
         self.kv_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
 
@@ -107,22 +128,36 @@ class Problem:
 
     def tiles(self, block_m: int) -> Tensor:
         rows, lens = self.starts.diff().cpu().numpy(), self.kv_lens.cpu().numpy()
-        return torch.from_numpy(cut_tiles(rows, lens, first_sequence=0, block_m=block_m)).cuda()
+        cut = cut_tiles(rows, lens, first_sequence=0, block_m=block_m)
+        count = len(cut) + self.spare_tiles
+        if self.is_framed:
+            count = self._frame(block_m).tiles
+        whole = np.zeros((count, 2), dtype=np.int32)
+        whole[:, 0] = len(self.chunks)
+        whole[: len(cut)] = cut
+        return torch.from_numpy(whole).cuda()
 
-    def call(self, shape: HopperShape | None) -> Callable[[], Tensor]:
-        """Return a call of the Gluon kernel, or without a shape of Triton's as served."""
-        usual = prefill_shape(self.head_dim, int(self.kv_lens.max()), (9, 0))
+    def _frame(self, block_m: int) -> Frame:
+        frames = mixed_frames(128, BUDGET, block_m, paced=True)
+        return next(f for f in frames if f.decodes == DECODES and f.tokens >= self.rows)
+
+    @property
+    def usual(self) -> PrefillShape:
+        """Of Triton's kernel, as served."""
+        return prefill_shape(self.head_dim, int(self.kv_lens.max()), CAPABILITY)
+
+    def call(self, shape: PrefillShape) -> Callable[[], Tensor]:
+        """Return a call of the kernel that the shape is one of, as the engine makes it."""
         known = {
-            "tiles": self.tiles(BLOCK_M if shape else usual.block_m),
-            "query_starts": self.starts, "kv_lens": self.kv_lens, "block_tables": self.tables,
-            "scale": self.head_dim**-0.5, "shape": shape or usual,
+            "tiles": self.tiles(shape.block_m), "query_starts": self.starts,
+            "kv_lens": self.kv_lens, "block_tables": self.tables, "scale": self.head_dim**-0.5,
+            "shape": shape,
         }  # fmt: skip
-        kernel = hopper_prefill if shape else prefill
         q, out = self.whole_q[: self.rows], self.whole_out[: self.rows]
         k_cache, v_cache = self.keys.permute(0, 2, 3, 1), self.values.permute(0, 2, 1, 3)
 
         def work() -> Tensor:
-            kernel(q, k_cache, v_cache, out, **known)
+            prefill(q, k_cache, v_cache, out, **known)
             return out
 
         return work
@@ -145,14 +180,14 @@ class Problem:
         return torch.cat(found)
 
 
-def wrong(shape: HopperShape, head_dim: int, unit: int, dtype: torch.dtype) -> str | None:
+def wrong(shape: PrefillShape, head_dim: int, unit: int, dtype: torch.dtype) -> str | None:
     """Return what is wrong with a candidate, if anything."""
     torch.manual_seed(0)
-    problem = Problem(ODD, unit, head_dim, dtype)
+    problem = Problem(ODD, unit, head_dim, dtype, spare_tiles=3)
     problem.poison()
     truth = problem.truth()
     errors = []
-    for kernel in (None, shape):
+    for kernel in (problem.usual, shape):
         problem.whole_out.fill_(torch.nan)
         found = problem.call(kernel)()
         errors.append(float((found.double() - truth).norm() / truth.norm()))
@@ -211,7 +246,7 @@ def flash_call(problem: Problem, batch: int, flash: Callable[..., Tensor]) -> Ca
     return lambda: flash(q, k, v, causal=True)
 
 
-def time_all(right: set[tuple[int, int]], head_dim: int = 128) -> list[dict]:
+def time_all(right: set[tuple[int, int]], head_dim: int) -> list[dict]:
     """Return a row of milliseconds for each case; print them as operations a second."""
     try:
         from gpu_hook import flash_attention
@@ -221,28 +256,55 @@ def time_all(right: set[tuple[int, int]], head_dim: int = 128) -> list[dict]:
         print(f"no FlashAttention beside it: {problem}")
         flash = None
     heads = HEADS[head_dim][0]
+    shapes = [
+        *prefill_candidates(head_dim, CAPABILITY),
+        *(s for index, s in enumerate(CANDIDATES[head_dim]) if (head_dim, index) in right),
+    ]
     table = []
     for name, chunks in CASES.items():
-        problem = Problem(chunks, 8, head_dim, torch.bfloat16)
-        times = {"Triton": time_ms(problem.call(None))}
-        for index, shape in enumerate(CANDIDATES[head_dim]):
-            if (head_dim, index) in right:
-                times[shape.words] = time_ms(problem.call(shape))
-        if flash and all(rows == keys for rows, keys in chunks):
+        is_framed = name.startswith("frame")
+        problem = Problem(chunks, 8, head_dim, torch.bfloat16, is_framed=is_framed)
+        times = {told(shape): time_ms(problem.call(shape)) for shape in shapes}
+        if flash and not is_framed and all(rows == keys for rows, keys in chunks):
             times[flash[0]] = time_ms(flash_call(problem, len(chunks), flash[1]))
         pairs = sum(rows * (keys - rows) + rows * (rows + 1) / 2 for rows, keys in chunks)
         print(f"\n{name}")
         for label, ms in times.items():
             rate = 4 * head_dim * heads * pairs / ms / 1e9
             print(f"  {label:<44} {ms:8.3f} ms {rate:5.0f} TFLOP/s", flush=True)
-        table.append({"case": name, "pairs": pairs, "ms": times})
+        longest = max(keys for _, keys in chunks)
+        bound = next(bound for bound in BOUNDS if longest < bound)
+        usual = told(problem.usual)
+        row = {"case": name, "class": key_words(bound), "usual": usual, "pairs": pairs}
+        table.append(row | {"ms": times})
+    show_winners(table, [told(shape) for shape in shapes])
     return table
+
+
+def told(shape: PrefillShape) -> str:
+    return name_of(shape) if is_hopper(shape) else f"Triton {shape.words}"
+
+
+def show_winners(table: list[dict], names: list[str]) -> None:
+    """Print for each class the shapes by the geometric mean of their times over the usual one's."""
+    for words in map(key_words, BOUNDS):
+        rows = [row for row in table if row["class"] == words]
+        ratios = {
+            name: statistics.geometric_mean(
+                row["ms"][name] / row["ms"][row["usual"]] for row in rows
+            )
+            for name in names
+        }
+        print(f"\n{words}: {min(ratios, key=ratios.__getitem__)}")
+        for name, ratio in sorted(ratios.items(), key=lambda item: item[1]):
+            print(f"  {name:<44} {ratio:5.2f} x the usual shape's time", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only-check", action="store_true")
+    parser.add_argument("--head-dim", type=int, choices=tuple(HEADS), default=128, help="timed")
     parser.add_argument("--check", nargs=4, help="one candidate, in this process")
     arguments = parser.parse_args()
     if arguments.check:
@@ -253,7 +315,7 @@ def main() -> None:
     right = check_all()
     found: dict[str, object] = {"right": sorted(right)}
     if not arguments.only_check:
-        found["times"] = time_all(right)
+        found |= {"head_dim": arguments.head_dim, "times": time_all(right, arguments.head_dim)}
     if arguments.out:
         (arguments.out / "gpu_prefill.json").write_text(json.dumps(found))
     if len(right) < sum(map(len, CANDIDATES.values())):

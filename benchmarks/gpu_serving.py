@@ -7,6 +7,8 @@ Both servers are started with dummy weights and less than half of the memory eac
 off unless --prefix-cache, and stay up; every cell is then measured A B A: the first arm comes again
 last, as a check for drift. Requests are of exact lengths, the same for both, and greedy unless
 --temperature says otherwise. The servers' metrics and the GPU's (NVML) are read beside every trial.
+`--arguments "--prefill-attention hopper"` is how ours gets a setting; with `--peer tailrace`
+another server of ours, without it, is the peer.
 
 A cell is TRAFFIC:cUSERS:SECONDS[:ARMS] (closed loop, no thinking) or TRAFFIC:rRATE:SECONDS[:ARMS]
 (Poisson); ARMS is a row of A (ours) and B (the peer). `again-longdoc` draws its requests with
