@@ -16,6 +16,7 @@ from tests.kernels.compare import assert_close
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from tailrace.kernels import plan_questions
 from tailrace.kernels.attention_shapes import (
     HOPPER,
     decode_candidates,
@@ -209,6 +210,35 @@ def test_past_the_bound_no_candidate_is_begun_and_half_an_answer_is_none():
     assert [choice.sizes for choice in found] == ["one"]
     assert bench.timed == ["usual", "a", "usual"]
     assert measure(asked, bench.timer, bench.clock, 0.0) == []
+
+
+class Event:
+    """Of a device that is done, or never is."""
+
+    is_done = True
+
+    def record(self):
+        """Nothing is queued."""
+
+    def query(self):
+        return self.is_done
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_candidate_that_does_not_end_is_an_error_that_names_it(monkeypatch, ends):
+    monkeypatch.setattr(plan_questions, "_MOST_S", 0.01)
+    monkeypatch.setattr(Event, "is_done", ends)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    # Only what waits looks at where a result is.
+    on_device = type("OnDevice", (), {"is_cuda": True, "double": lambda _: TRUTH.double()})()
+    bench = Bench({"usual": 2.0, "other": 1.0})
+    asked = [question(usual=TRUTH, other=on_device)]
+    if ends:
+        (found,) = measure(asked, bench.timer, bench.clock, 100.0)
+        assert found.winner == "other"
+        return
+    with pytest.raises(ConfigError, match="op, small: other has not ended after 0 s.*--plan off"):
+        measure(asked, bench.timer, bench.clock, 100.0)
 
 
 HELD = []

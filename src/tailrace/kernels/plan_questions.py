@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
@@ -74,6 +75,8 @@ _OUTPUTS = 8192
 """Of attention, and of a layer, that a reference computes at once, to need little memory."""
 _ROUNDING = 1e-3
 """An error that any of them may have: half precision's own."""
+_MOST_S, _POLL_S = 30.0, 1e-4
+"""Of a candidate's first run, once it is compiled; and how often it is looked at."""
 _MOST_WORDS = 300
 """Of a failure."""
 _DECODES, _DECODE_KEYS = 32, 2048
@@ -188,7 +191,7 @@ def _answer(
             continue
         if is_over():
             return None
-        tried = _try(work, fault, timer, lacks_memory)
+        tried = _try(f"{question.words}: {name}", work, fault, timer, lacks_memory)
         if not isinstance(tried, _Failed):
             seconds[name] = tried
         elif tried.is_memory:
@@ -207,6 +210,7 @@ def _answer(
 
 
 def _try(
+    words: str,
     work: Callable[[], Tensor],
     fault: Callable[[Tensor], str],
     timer: Timer,
@@ -215,13 +219,25 @@ def _try(
     """Check a candidate, then time it; return its seconds, or why it has none.
 
     Raises:
+        ConfigError: It does not end: whatever is asked of the device next would wait for it.
         Exception: What passed the check fails while it is timed, and not for want of memory: the
             device is not to be relied on.
     """
     try:
-        why = fault(work())
+        found = work()
+        has_ended = _ends(found)
     # Triton's compiler raises what it likes; a candidate that cannot run here is no fault.
     except Exception as failure:  # noqa: BLE001
+        return _Failed(_words(failure), lacks_memory(failure))
+    if not has_ended:
+        raise ConfigError(
+            f"plan: {words} has not ended after {_MOST_S:.0f} s, and the GPU waits for it: start "
+            "again with --plan off (or --prefill-attention triton, if it is Hopper's), and report "
+            "it with the GPU's name and torch's version"
+        )
+    try:
+        why = fault(found)
+    except Exception as failure:  # noqa: BLE001 - what went wrong on the device is told here
         return _Failed(_words(failure), lacks_memory(failure))
     if why:
         return _Failed(why)
@@ -231,6 +247,20 @@ def _try(
         if not lacks_memory(failure):
             raise
         return _Failed(_words(failure), is_memory=True)
+
+
+def _ends(found: Tensor) -> bool:
+    """Wait for a result, not for ever: a barrier that nobody reaches would hold the device."""
+    if not found.is_cuda:
+        return True
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own gap
+    event.record()
+    end_s = time.monotonic() + _MOST_S
+    while not event.query():  # type: ignore[no-untyped-call]  # as above
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(_POLL_S)
+    return True
 
 
 def _words(failure: Exception) -> str:
