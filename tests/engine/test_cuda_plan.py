@@ -25,9 +25,11 @@ from tailrace.kernels.attention_shapes import (
 from tailrace.kernels.linear.cublas import CublasLinear
 from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.linear.triton_skinny import SkinnyLinear, SkinnyScratch
+from tailrace.kernels.paged_attention.prefill_kernels import hopper_shapes, name_of
 from tailrace.kernels.plan import Plan, pin, read, usual_file, write
 from tailrace.kernels.plan_questions import over
 from tailrace.kernels.triton_kernels import TritonKernels
+from tests.kernels.hopper_stand_in import let_hopper_serve
 from tests.support.interpreter import exact_float8, quietly
 
 PREFILLS = len(prefill_candidates(16, INTERPRETER))
@@ -313,3 +315,35 @@ def test_a_key_names_the_layers_or_digests_what_would_be_too_long():
     HELD.pop()
     del other
     assert key_of(kernels, MODEL).model != long.model
+
+
+def test_both_kernels_of_prompts_are_measured_kept_and_read_and_one_may_be_left_out(monkeypatch):
+    let_hopper_serve(monkeypatch)
+    model = SimpleNamespace(config=SimpleNamespace(num_heads=2, num_kv_heads=1, head_dim=64))
+    tritons = len(prefill_candidates(64, INTERPRETER))
+    hoppers = [name_of(shape) for shape in hopper_shapes(64)]
+    decodes = len(decode_candidates(64, INTERPRETER))
+
+    def begin(asked):
+        kernels, ticking = TritonKernels(torch.device("cpu"), "float32"), Ticking()
+        kernels.serve_prompts_by(asked, head_dim=64, kv_dtype=torch.float32, unit=8)
+        plan = settle(
+            "auto", kernels, model, longest=LONGEST, timer=ticking.timer, clock=ticking.clock,
+            bound_s=math.inf, kv_dtype=torch.float32, unit=8,
+        )  # fmt: skip
+        return name_of(kernels.prefill_shape(64, 1000)), plan, ticking.calls
+
+    # Ever the last one that is timed is the quickest.
+    serving, plan, calls = begin("triton")
+    assert (calls, serving) == (tritons + decodes, plan.choices[0].winner)
+    assert not set(plan.choices[0].seconds) & set(hoppers)
+    # What lacks candidates is asked again, and the rest is as it was.
+    serving, both, calls = begin("auto")
+    assert (calls, serving) == (tritons + len(hoppers), hoppers[-1])
+    assert set(both.choices[0].seconds) >= set(hoppers)
+    assert both.choices[1] == plan.choices[1]
+    assert read(usual_file(both.key)) == both
+    for asked, expected in (
+        ("auto", hoppers[-1]), ("hopper", hoppers[-1]), ("triton", plan.choices[0].winner),
+    ):  # fmt: skip
+        assert begin(asked) == (expected, both, 0)
