@@ -130,7 +130,7 @@ class EngineConfig:
         "off",
         "MiB of the next weight that a GPU's decode steps ask for in each gap between two "
         "products: off | a number, at most half of the GPU's L2 cache | auto (for each class of "
-        "rows what the plan says; with plan auto, what it lacks is measured at start, in about 4 "
+        "rows what the plan says; with plan auto, what it lacks is measured at start, in about 5 "
         "s). It changes no result.",
     )
     warmup: bool = setting(True, "Run a few requests through the engine before /ready says yes.")

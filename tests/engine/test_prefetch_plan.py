@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import msgspec
@@ -31,6 +32,7 @@ def _here(monkeypatch, tmp_path):
     monkeypatch.setenv("TAILRACE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(DeviceCache, "of", classmethod(lambda *_: CACHE))
     monkeypatch.setattr(prefetch_plan, "key_of", lambda *_: KEY)
+    monkeypatch.setattr(prefetch_plan, "quietly", nullcontext)
 
 
 class Timed:

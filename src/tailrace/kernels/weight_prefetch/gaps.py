@@ -114,14 +114,14 @@ class _Head:
         # Lines are asked for whole: a weight that begins within one loses what is left of it.
         self._begin = -flat.data_ptr() % LINE
         self._flat = flat
-        # Pieces must lie where instructions take them, in every row.
-        self._by_columns = budget.by_columns and self._rows > 1 and self._width % LINE == 0
+        are_lines = self._begin == 0 and self._width % LINE == 0  # in every row
+        self._by_columns = budget.by_columns and self._rows > 1 and are_lines
         self._asked = 0
         """Bytes, or columns."""
 
     def take(self, room: int) -> tuple[Span, ...]:
         """Return the next bytes, at most so many; none where there is nothing left or no room."""
-        if self._by_columns and not self._begin:
+        if self._by_columns:
             return self._columns(room)
         left = len(self._flat) - self._begin - self._asked
         count = min(room, left) // PIECE
