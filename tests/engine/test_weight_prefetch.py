@@ -15,13 +15,16 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from tailrace.engine.cuda_runner import CudaRunner
 from tailrace.engine.frames import Frame
+from tailrace.engine.prefill_weights import with_copy
 from tailrace.engine.weight_prefetch import DeviceCache, budget_of, describe
+from tailrace.kernels.linear.prefill_format import HALF
 from tailrace.kernels.torch_kernels import TorchKernels
 from tailrace.kernels.triton_kernels import TritonKernels
 from tailrace.kernels.weight_prefetch.gaps import MIB, PIECE, Budget
 from tailrace.models.loader import load_model
 from tests.engine.test_cuda_runner import BLOCKS, SLOTS, make_runner
-from tests.support.interpreter import quietly, recorded_asks
+from tests.engine.test_quantised_runner import folder_of, loaded
+from tests.support.interpreter import exact_float8, quietly, recorded_asks
 from tests.support.tiny import make_tiny_checkpoint
 
 CPU = torch.device("cpu")
@@ -189,3 +192,31 @@ def test_a_rehearsal_is_a_step_over_sequences_of_units_of_their_own(
     assert all(rows.isfinite().all() for rows in hidden)
     assert all((k == 0.5).all() and (v == 0.5).all() for k, v in runner.kv_caches)
     assert not runner._tables._device.any()
+
+
+@pytest.mark.parametrize("kind", ["awq", "fp8 blocks", "all rows rounded", "two copies"])
+def test_a_decode_step_over_quantised_weights_asks_for_those_that_decodes_read(
+    kind, tmp_path, monkeypatch, hidden, asked
+):
+    exact_float8(monkeypatch)
+    monkeypatch.setattr(DeviceCache, "of", classmethod(lambda *_: CACHE))
+    kernels = TritonKernels(CPU, "float32", rounds_all=kind == "all rows rounded")
+    stored = "awq" if kind in ("awq", "two copies") else "fp8 blocks"
+    model = loaded(folder_of(tmp_path, stored), kernels)
+    more = {}
+    if kind == "two copies":
+        model, more = with_copy(model, kernels, HALF), {"prefill_weights": HALF.name}
+    runner = make_runner(model, kernels, budgets={1: SMALL}, **more)
+    runner._buckets, runner._mixed = [1, 2], []
+    runner.capture()
+    asked.clear()
+    first = replayed(runner, hidden)[0]
+    weights = [linear.streamed() for linear in model.layer_linears]
+    held = [range(w.data_ptr(), w.data_ptr() + w.nbytes) for w in weights]
+    assert {next(i for i, one in enumerate(held) if place in one) for place, _ in asked} == set(
+        range(4)
+    )
+    runner.prefetch_by({})
+    asked.clear()
+    assert torch.equal(replayed(runner, hidden)[0], first)
+    assert asked == []
