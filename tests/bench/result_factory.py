@@ -130,7 +130,11 @@ def make_result(folder: Path, setup: Setup | None = None) -> Comparison:
         command="tailrace compare plans/synthetic.toml --out out",
         started_unix_s=STARTED_UNIX_S,
         finished_unix_s=None if setup.is_interrupted else STARTED_UNIX_S + 7200,
-        plan={"engine": [{"name": e.name} for e in setup.engines], "team": list(setup.team)},
+        plan={
+            "engine": [{"name": e.name} for e in setup.engines],
+            "search": {},
+            "team": list(setup.team),
+        },
         traffic=(
             "Poisson arrivals; prompts of 32-128 tokens (70 %) or 512-2048 (30 %), "
             "answers of 48 tokens"

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tailrace.bench.limits import read_limit
+from tailrace.bench.report import write_reports
 from tailrace.bench.report.findings import read_findings
 from tailrace.bench.report.verdict import cautions, limits_in_words, statements
 from tailrace.bench.result import read_result, write_result
@@ -91,6 +94,51 @@ def test_without_limits_nothing_was_searched(changed):
 
     (said,) = statements(changed(change))
     assert "no limit was given" in said.reasons[0]
+
+
+STEADY = Setup(engines=(LLAMACPP, TAILRACE), pairs=1, requests=30, rates_rps=(2.0,))
+
+
+def unsearched(comparison):
+    comparison.limits, comparison.ratios, comparison.searches = [], [], []
+    comparison.plan.pop("search", None)
+    comparison.trials = [t for t in comparison.trials if t.phase == "steady"]
+
+
+def test_where_only_loads_were_asked_for_each_contender_is_measured_there(changed):
+    findings = changed(unsearched, STEADY)
+    said = statements(findings)
+    assert [(s.kind, s.contender) for s in said] == [
+        ("measured", "llamacpp"),
+        ("measured", "tailrace"),
+    ]
+    assert said[0].sentence.startswith("llamacpp at 2 requests/s on 1 x H200: P95 TTFT ")
+    assert said[0].sentence.endswith("30 of 30 requests complete.")
+    assert said[0].reasons == ("no limit was given, so no highest rate was searched",)
+    page = write_reports([findings[0].folder], findings[0].folder).markdown.read_text()
+    assert "## At equal load" in page
+    assert "## Highest request rate" not in page
+    assert "## What it costs" not in page
+
+
+def test_a_load_without_a_valid_trial_is_no_measurement(changed):
+    def change(comparison):
+        unsearched(comparison)
+        for trial in comparison.trials:
+            if trial.contender == "llamacpp":
+                trial.reasons = ["the client was late"]
+
+    first, second = statements(changed(change, STEADY))
+    assert (first.kind, second.kind) == ("none", "measured")
+    assert "No valid trial of llamacpp" in first.sentence
+    assert any("the client was late" in reason for reason in first.reasons)
+
+
+@pytest.mark.parametrize(("count", "last"), [(30, "P99 of a"), (12, "P95 and P99 of a")])
+def test_few_requests_at_a_steady_load_are_said(changed, count, last):
+    said = " ".join(cautions(changed(unsearched, replace(STEADY, requests=count))))
+    for name in ("llamacpp", "tailrace"):
+        assert f"{name} at 2 requests/s: {count} requests, so that {last} request's latency" in said
 
 
 def test_one_contender_alone_is_measured_and_not_compared(changed):

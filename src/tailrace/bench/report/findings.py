@@ -201,6 +201,11 @@ class PlatformFindings:
     samples: dict[tuple[str, Load], Samples] = field(repr=False)
 
     @property
+    def is_searched(self) -> bool:
+        """Whether a highest rate was asked for."""
+        return bool(self.comparison.searches) or "search" in self.comparison.plan
+
+    @property
     def invalid(self) -> list[TrialRow]:
         """Trials that are in no figure."""
         return [row for row in self.trials if not row.is_valid]

@@ -187,6 +187,7 @@ def _verdict_pictures(content: Content) -> Section:
         for row in platform.rates
     ]
     others = [(label, row) for label, row in rows if not row.is_baseline]
+    searched = any(platform.is_searched for platform in content.platforms)
     return _section(
         "Highest request rate",
         [
@@ -204,7 +205,7 @@ def _verdict_pictures(content: Content) -> Section:
                 picture=figures.highest_rates("rates", rows, content.styles),
                 alt="Highest request rate of each contender, each pair and the median",
             ),
-            Block(table=_alone(tables.rates(content.platforms), content)),
+            Block(table=_alone(tables.rates(content.platforms), content) if searched else None),
         ],
     )
 
@@ -350,7 +351,10 @@ def _resources(content: Content) -> Section:
 
 
 def _money(content: Content) -> Section:
-    return _section("What it costs", [Block(table=_alone(tables.costs(content.costs), content))])
+    # The price is that at the highest rate: where none was asked for there is none to tell.
+    searched = any(platform.is_searched for platform in content.platforms)
+    table = _alone(tables.costs(content.costs), content) if searched else None
+    return _section("What it costs", [Block(table=table)])
 
 
 def _decisions(content: Content) -> Section:

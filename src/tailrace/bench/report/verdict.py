@@ -6,17 +6,19 @@ said as what it is: no difference shown, or no verdict and why.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tailrace.bench.cautions import search_cautions, trial_cautions
+from tailrace.bench.wilson import fewest_observations
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tailrace.bench.limits import Limit
-    from tailrace.bench.report.findings import PlatformFindings, RateRow
+    from tailrace.bench.report.findings import PlatformFindings, RateRow, SteadyRow
     from tailrace.bench.result import Ratio
 
 LATENCY_NAMES = {
@@ -60,7 +62,9 @@ def statements(platforms: Sequence[PlatformFindings]) -> list[Statement]:
     found: list[Statement] = []
     for platform in platforms:
         others = [row for row in platform.rates if not row.is_baseline]
-        if others:
+        if not platform.is_searched and platform.steady:
+            found += _at_loads(platform)
+        elif others:
             where = f" on {platform.name}" if len(platforms) > 1 else ""
             found += [_beside_baseline(platform, row, where) for row in others]
         else:
@@ -85,6 +89,7 @@ def cautions(platforms: Sequence[PlatformFindings]) -> list[str]:
             )
         told = (
             *_died(platform),
+            *_few(platform),
             *search_cautions(platform.comparison),
             *trial_cautions(platform.comparison),
         )
@@ -112,6 +117,18 @@ def _died(platform: PlatformFindings) -> Iterable[str]:
                 f"({', '.join(contender.versions)}): its figures mix them."
             )
         yield from (f"{contender.name}: {caution}" for caution in contender.cautions)
+
+
+def _few(platform: PlatformFindings) -> Iterable[str]:
+    for row in platform.steady:
+        count = row.work.requests - row.work.cancelled
+        if 0 < count < fewest_observations(99):
+            last = "P99" if count >= fewest_observations(95) else "P95 and P99"
+            verb = "is" if last == "P99" else "are"
+            yield (
+                f"{row.contender} at {row.load}: {count} requests, so that {last} of a request's "
+                f"latency {verb} simply the slowest of them."
+            )
 
 
 def times(count: int) -> str:
@@ -192,12 +209,48 @@ def _alone(platform: PlatformFindings, row: RateRow) -> Statement:
     )
 
 
+def _at_loads(platform: PlatformFindings) -> Iterable[Statement]:
+    """Say what each contender did at the load that the pictures show: no rate was asked for."""
+    load = platform.focus
+    rows = {row.contender: row for row in platform.steady if load in {None, row.load}}
+    for contender in platform.comparison.contenders:
+        row = rows.get(contender.name)
+        reasons = _why_not(platform, _rate_of(platform, contender.name), _baseline(platform))
+        if row is None:
+            sentence = f"No valid trial of {contender.name} on {platform.name}"
+        else:
+            sentence = f"{contender.name} at {row.load} on {platform.name}: {_work_text(row)}"
+        yield Statement(
+            kind="none" if row is None else "measured",
+            platform=platform.name,
+            contender=contender.name,
+            sentence=f"{sentence}.",
+            reasons=reasons,
+        )
+
+
+def _rate_of(platform: PlatformFindings, contender: str) -> RateRow:
+    return next(row for row in platform.rates if row.contender.name == contender)
+
+
+def _work_text(row: SteadyRow) -> str:
+    p95s = {name: row.work.latency_s[name].p95 for name in ("ttft", "e2e")}
+    latencies = [
+        f"P95 {LATENCY_NAMES[name]} {'failed' if math.isinf(p95) else f'{p95:.3g} s'}"
+        for name, p95 in p95s.items()
+        if p95 is not None
+    ]
+    return ", ".join([*latencies, f"{row.work.completed} of {row.work.requests} requests complete"])
+
+
 def _why_not(platform: PlatformFindings, row: RateRow, baseline: str) -> tuple[str, ...]:
     """Return every reason that speaks against a verdict, the ratio's own first."""
     names = (row.contender.name, baseline)
     found = list(row.ratio.reasons) if row.ratio else []
     if not platform.comparison.limits:
         found.append("no limit was given, so no highest rate was searched")
+    elif not platform.is_searched:
+        found.append("no search was asked for, so there is no highest rate")
     elif not any(search.contender in names for search in platform.comparison.searches):
         found.append("no search for the highest rate was made or ended")
     elif row.ratio is None and row.contender.name != baseline:
