@@ -316,7 +316,11 @@ class _Stay:
             return probe_result(options.limits, records, trial.reasons)
 
         found = await find_max_rate(
-            probe, options, warm=campaign.found.get(self.name), on_point=self._mark
+            probe,
+            options,
+            warm=campaign.found.get(self.name),
+            name=self.name,
+            on_point=self._mark,
         )
         if found.is_resolved:
             campaign.found[self.name] = found

@@ -11,16 +11,21 @@ decides, and the rate is marked undecided. Both ends of the last bracket are tri
 twice, and where two trials contradict each other beyond noise a third is made, however few
 `repeats` there are: one stalled trial must not become the answer.
 
+A search that follows another begins just below its answer, moved by chance within one bracket's
+width, so that the errors of brackets differ from pair to pair and the pairs' spread shows them.
+
 `max_rps` is an estimate from all rates tried, not the bracket's end, which is coarse and hangs
 on single trials: see `crossing_rps`.
 
-Pure, given the probe: rates and seeds depend on its answers alone. The two engines of a pair
-search with the same `seed`, so that they meet the same draws (common random numbers).
+Pure, given the probe: rates and seeds depend on its answers, the seed and the name alone. The two
+engines of a pair search with the same `seed`, so that they meet the same draws (common random
+numbers).
 """
 
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -232,6 +237,7 @@ async def find_max_rate(
     options: SearchOptions,
     *,
     warm: FoundRate | None = None,
+    name: str = "",
     on_point: Callable[[Point], None] = lambda _: None,
 ) -> FoundRate:
     """Search the highest rate at which all limits hold.
@@ -240,6 +246,7 @@ async def find_max_rate(
         probe: Runs one trial.
         options: How to search.
         warm: An earlier search of the same engine and traffic, whose answer is tried first.
+        name: Of the engine. Where exactly an earlier answer is tried hangs on it and on the seed.
         on_point: Called after each valid trial with all that is known at its rate.
 
     Returns:
@@ -248,7 +255,7 @@ async def find_max_rate(
     search = _Search(probe, options, on_point)
     reasons: tuple[str, ...] = ()
     try:
-        await search.run(_Steps.of(options, warm))
+        await search.run(_Steps.of(options, warm, name))
     except _UnresolvedError as error:
         reasons = (str(error),)
     return search.found(reasons)
@@ -266,12 +273,17 @@ class _Steps:
     factor: float
 
     @classmethod
-    def of(cls, options: SearchOptions, warm: FoundRate | None) -> _Steps:
+    def of(cls, options: SearchOptions, warm: FoundRate | None, name: str) -> _Steps:
         if warm is None or warm.max_rps is None:
             return cls(options.start_rps, STEP)
         # Just below the earlier answer, then as far above it: one bisection is left.
         edge = 1 + options.resolution
-        first_rps = warm.max_rps / edge
+        # An answer errs by its place within the bracket. Rates that hung on the earlier answer
+        # alone would repeat that error in every pair, and the pairs would not show it: so all
+        # rates are moved, by chance, within one bracket's width.
+        phase = random.Random(f"{options.seed}:{name}").random()
+        middle = round(math.log(warm.max_rps, edge) - phase) + phase
+        first_rps = edge ** (middle - 1)
         return cls(min(max(first_rps, options.low_rps), options.high_rps), min(edge**2, STEP))
 
     def after(self, points: int) -> float:

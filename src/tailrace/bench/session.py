@@ -125,7 +125,8 @@ class Session:
         _copy_log(log, self._log_mark, file)
 
     async def _enter(self) -> Served:
-        self._on_progress(f"starting {self._spec.name}")
+        is_ours = bool(self._spec.command or self._spec.weights)
+        self._on_progress(f"{'starting' if is_ours else 'asking'} {self._spec.name}")
         server = start(self._spec, self._log_file, on_progress=self._on_progress)
         self._server = server
         try:

@@ -148,6 +148,7 @@ def test_one_contender_alone_is_measured_and_not_compared(changed):
     (said,) = statements(changed(change, Setup(engines=(TAILRACE,), pairs=1, requests=20)))
     assert said.kind == "measured"
     assert "tailrace holds 1.5 requests/s on 1 x H200" in said.sentence
+    assert "one search: how far another one, with other seeds, would lie" in said.reasons[0]
 
 
 def test_the_cautions_of_searches_and_trials_stand_at_the_top(changed):

@@ -205,8 +205,18 @@ def _alone(platform: PlatformFindings, row: RateRow) -> Statement:
             f"{name} holds {row.median_rps:.3g} requests/s on {platform.name} at "
             f"{limits_in_words(platform.limits)}{span if row.resolved > 1 else ''}."
         ),
-        reasons=_unresolved(platform, (name,)),
+        reasons=(*_single(row), *_unresolved(platform, (name,))),
     )
+
+
+def _single(row: RateRow) -> tuple[str, ...]:
+    if row.resolved > 1:
+        return ()
+    said = (
+        "one search: how far another one, with other seeds, would lie from it is not known; "
+        "--repetitions (in a plan: pairs) tells"
+    )
+    return (said,)
 
 
 def _at_loads(platform: PlatformFindings) -> Iterable[Statement]:
