@@ -72,15 +72,18 @@ class Keeper:
 def test_host_memory_is_taken_in_whole_units_and_copies_are_timed():
     unit = 2 * 8 * 8 * 4
     config = EngineConfig(cpu_offload_gib=10.5 * unit / 2**30)
-    host = setup.take_host_memory(config, Keeper(), unit, Room(11 * unit, "it"))
+    host = setup.take_host_memory(config, Keeper(), unit, lambda: Room(11 * unit, "it"))
     assert (host.places, host.unit_bytes) == (10, unit)
     assert host.unit_s > 0
-    assert setup.take_host_memory(EngineConfig(), Keeper(), unit, Room(0, "it")) is None
+    # Where none is asked for, nobody looks what there is.
+    assert setup.take_host_memory(EngineConfig(), Keeper(), unit, room=None) is None
 
 
 def test_host_memory_of_less_than_a_unit_is_refused():
     with pytest.raises(ConfigError, match="--cpu-offload-gib 1e-09: a unit of KV is 512 bytes"):
-        setup.take_host_memory(EngineConfig(cpu_offload_gib=1e-9), Keeper(), 512, Room(2**40, "it"))
+        setup.take_host_memory(
+            EngineConfig(cpu_offload_gib=1e-9), Keeper(), 512, lambda: Room(2**40, "it")
+        )
 
 
 def test_host_memory_beyond_the_room_is_refused_and_told_whose_limit_it_was():
@@ -90,7 +93,7 @@ def test_host_memory_beyond_the_room_is_refused_and_told_whose_limit_it_was():
         "less 1.00 GiB of the KV pool; lower it"
     )
     with pytest.raises(ConfigError, match=told):
-        setup.take_host_memory(EngineConfig(cpu_offload_gib=2.5), Keeper(), 512, room)
+        setup.take_host_memory(EngineConfig(cpu_offload_gib=2.5), Keeper(), 512, lambda: room)
 
 
 def test_swapping_pays_where_copying_is_quicker_than_computing_again():

@@ -476,10 +476,11 @@ def _load_on_gpu(
     kernels = TritonKernels(device, dtype, rounds_all=config.fp8_activations == "all")
     served = load_model(folder, dtype=dtype, kernels=kernels, quant_type=config.quant_type)
     check_fp8_activations(config, served)
+    kv_dtype = kv_dtype_of(config, kernels)
     kernels.serve_prompts_by(
         config.prefill_attention,
         head_dim=served.config.head_dim,
-        kv_dtype=kernels.dtype,
+        kv_dtype=kv_dtype,
         unit=config.kv_unit_tokens,
     )
     if config.prefill_weights != "auto":
@@ -491,7 +492,6 @@ def _load_on_gpu(
                 f"--prefill-weights {config.prefill_weights}: {choice.words}, so no copy is made "
                 "that could be measured; leave it out"
             )
-    kv_dtype = kv_dtype_of(config, kernels)
     is_float8 = kv_dtype != kernels.dtype
     scales = find_scales(served, kernels, folder, "auto").scales if is_float8 else None
     reference = load_model(behind, dtype=dtype, kernels=UnpackedTritonKernels(device, dtype))

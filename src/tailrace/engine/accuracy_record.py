@@ -45,7 +45,11 @@ Nats = Annotated[float, msgspec.Meta(ge=-1.0, le=1e6)]
 
 
 class Numerics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What decides the numbers that a copy gives, beside the checkpoint."""
+    """What decides the numbers that a copy gives, beside the checkpoint.
+
+    Kernels that multiply the same numbers with sums of the same precision, among which a plan and
+    `--prefill-attention` choose, do not.
+    """
 
     dtype: Words
     """Of activations."""

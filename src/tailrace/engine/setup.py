@@ -157,8 +157,11 @@ def load(
         num_slots=config.max_batch_size,
     )
     unit_bytes = config.kv_unit_tokens * kv_bytes_per_token(model)
-    # Nothing was written to the pool yet, so the system does not count it as taken.
-    room = host_room().less(num_blocks * unit_bytes, "the KV pool")
+
+    def room() -> Room:
+        # Nothing was written to the pool yet, so the system does not count it as taken.
+        return host_room().less(num_blocks * unit_bytes, "the KV pool")
+
     host = take_host_memory(config, runner, unit_bytes, room)
     times.mark("memory")
     compiler = _waited_for(grammars, folder, times)
@@ -184,7 +187,7 @@ def _load_on_gpu(
 
     times.mark("import")
     runner, context, num_blocks, device = load_runner(config, folder, token_budget(config), times)
-    host = take_host_memory(config, runner, runner.unit_bytes, host_room())
+    host = take_host_memory(config, runner, runner.unit_bytes, host_room)
     times.mark("memory")
     compiler = _waited_for(grammars, folder, times)
     return Loaded(
@@ -243,7 +246,7 @@ class KeepsOnHost(Protocol):
 
 
 def take_host_memory(
-    config: EngineConfig, runner: KeepsOnHost, unit_bytes: int, room: Room
+    config: EngineConfig, runner: KeepsOnHost, unit_bytes: int, room: Callable[[], Room]
 ) -> HostMemory | None:
     """Allocate `--cpu-offload-gib` of host memory and time copies to it; None where it is 0.
 
@@ -251,7 +254,7 @@ def take_host_memory(
         config: The settings.
         runner: Whose KV will be copied.
         unit_bytes: Of a unit of KV.
-        room: What may be taken of the host's memory.
+        room: Returns what may be taken of the host's memory.
 
     Raises:
         ConfigError: It is less than a unit, or more than the room.
@@ -265,10 +268,11 @@ def take_host_memory(
             f"--cpu-offload-gib {config.cpu_offload_gib}: a unit of KV is {unit_bytes} bytes; "
             "raise it to several of them"
         )
-    if asked > room.free_bytes:
+    left = room()
+    if asked > left.free_bytes:
         raise ConfigError(
-            f"--cpu-offload-gib {config.cpu_offload_gib}: {room.free_bytes / 2**30:.2f} GiB are "
-            f"left of {room.limit}; lower it, or give this process more memory"
+            f"--cpu-offload-gib {config.cpu_offload_gib}: {left.free_bytes / 2**30:.2f} GiB are "
+            f"left of {left.limit}; lower it, or give this process more memory"
         )
     started_s = time.monotonic()
     kept = runner.keep_on_host(places)
