@@ -166,6 +166,23 @@ def test_an_answer_of_no_text_is_an_empty_message(client, app):
     assert kinds[-1] == "response.completed"
 
 
+def test_an_input_is_counted_as_it_would_be_served(client, app):
+    for fields in (
+        {},
+        {"instructions": "Be brief."},
+        {"input": [{"role": "user", "content": "x"}]},
+    ):
+        counted = client.responses.input_tokens.count(**ASKED | fields)
+        assert counted.object == "response.input_tokens"
+        assert counted.input_tokens == client.responses.create(**ASKED | fields).usage.input_tokens
+    assert client.responses.input_tokens.count(input="long " * 1000).input_tokens > 4000
+    before = app.engine.requests.copy()
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.input_tokens.count(model="tiny", input=[])
+    assert caught.value.param == "input"
+    assert app.engine.requests == before
+
+
 def test_a_response_is_never_stored(client):
     assert client.responses.create(**ASKED, store=True).model_extra["store"] is False
     with pytest.raises(openai.BadRequestError, match="stores nothing") as caught:

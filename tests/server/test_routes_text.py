@@ -1,12 +1,19 @@
 """/v1/models, /tokenize and /detokenize over a real socket."""
 
+import asyncio
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tailrace.config import Config, ServerConfig
 from tailrace.server.engine_client import EngineState
+from tailrace.server.routes_openai import ROUTES as OPENAI
+from tailrace.server.routes_text import ROUTES as ROUTES_OF_TEXT
 from tests.server.fake_engine import EOS_ID, IM_START_ID, VOCAB_SIZE
+from tests.server.hand_made import HandMadeRequest, load_text, make_services
 from tests.server.running_app import running_app
+from tests.server.test_tool_choice import HERMES, write_template
 
 ROUTES = [
     ("GET", "/v1/models", None),
@@ -142,3 +149,65 @@ def test_before_the_engine_is_ready_clients_are_asked_to_wait(app, method, path,
     assert answer.status_code == 503
     assert int(answer.headers["retry-after"]) >= 1
     assert state.value in answer.json()["error"]["message"]
+
+
+def sent(services, path, body):
+    """Return the answer of a hand-made request."""
+
+    async def main():
+        request = HandMadeRequest(body)
+        await {**ROUTES_OF_TEXT, **OPENAI}["POST", path](services, request)
+        return request.json
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
+        {"continue_final_message": True},
+        {"add_generation_prompt": False},
+        {"chat_template_kwargs": {"think": True}},
+        {"tools": None, "chat_template_kwargs": None, "add_special_tokens": None},
+    ],
+    ids=lambda fields: next(iter(fields), "none"),
+)
+def test_messages_are_counted_as_the_chat_would_send_them(tmp_path_factory, fields):
+    source = "{% if think %}Think!{% endif %}" + HERMES
+    services = make_services(
+        None, text=load_text(write_template(tmp_path_factory.mktemp("t"), source))
+    )
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    body = {"messages": messages, **fields}
+    ids = sent(services, "/tokenize", body)["tokens"]
+    sent(services, "/v1/chat/completions", body)
+    assert ids == services.engine.requests[-1].token_ids
+
+
+def test_a_prompt_is_counted_as_a_completion_would_send_it(tiny_folder):
+    strict = Config(server=ServerConfig(parse_special=False))
+    spelled = {"prompt": "a<|im_end|>"}
+    for config, body in (
+        (None, spelled),
+        (strict, spelled),
+        (None, spelled | {"parse_special": False}),
+    ):
+        services = make_services(tiny_folder, config=config)
+        ids = sent(services, "/tokenize", body)["tokens"]
+        sent(services, "/v1/completions", body)
+        assert ids == services.engine.requests[-1].token_ids
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("chat_template", {"chat_template": "{{ x }}"}),
+        ("chat_template_kwargs.nope", {"chat_template_kwargs": {"nope": 1}}),
+    ],
+)
+def test_what_a_chat_would_refuse_is_not_counted(refused, param, fields):
+    messages = [{"role": "user", "content": "Hi"}]
+    status, error = refused("/tokenize", {"messages": messages, **fields})
+    assert (status, error["param"]) == (400, param)

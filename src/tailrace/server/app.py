@@ -41,7 +41,7 @@ _GENERATING = frozenset(
     route
     for room in (routes_openai, routes_messages, routes_responses, routes_generate)
     for route in room.ROUTES
-    if route != routes_messages.COUNT_ROUTE
+    if route not in (routes_messages.COUNT_ROUTE, routes_responses.COUNT_ROUTE)
 )
 """Of which every request gets a record."""
 

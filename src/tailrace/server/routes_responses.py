@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's newer API over the same chats; nothing is ever stored."""
+"""/v1/responses and its input_tokens: OpenAI's newer API over the same chats; nothing is stored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec import UNSET
 from tailrace.errors import RequestError
 from tailrace.server.admission import check_model, check_open
 from tailrace.server.answering import answer
-from tailrace.server.chat_job import chat_job, is_long, renamed
+from tailrace.server.chat_job import chat_job, encode_chat, is_long, renamed
 from tailrace.server.early_encoding import ChatPlaces, early_chat
 from tailrace.server.prompts import off_loop_if
 from tailrace.server.responses_chat import LOGPROBS, ROLES, chat_of, wants_logprobs
@@ -44,7 +44,7 @@ async def responses(services: Services, request: Request) -> None:
                 f"model is missing: send {text.model_name!r}, which is served here", param="model"
             )
         check_model(body.model, text)
-        chat = await off_loop_if(is_long([body.input, body.tools]), lambda: chat_of(body))
+        chat = await off_loop_if(_is_long(body), lambda: chat_of(body))
         request.timeline.enter("admission")
         with (
             services.admission.admitted(1, services.places),
@@ -53,6 +53,21 @@ async def responses(services: Services, request: Request) -> None:
             request.timeline.enter("tokenise")
             job, form = await _job(body, chat, text, limits, received_s=received_s, early=early)
             await answer(services, request, text, job, form)
+
+
+async def input_tokens(services: Services, request: Request) -> None:
+    """POST /v1/responses/input_tokens; counts prompts too that no context holds."""
+    body = await request.decode(ResponsesBody)
+    text, _ = check_open(services)
+    check_model(body.model, text)
+    chat = await off_loop_if(_is_long(body), lambda: chat_of(body))
+    prompt = await encode_chat(chat, text, None, prompt_name="input")
+    answer = {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
+    await request.send_json(200, answer)
+
+
+def _is_long(body: ResponsesBody) -> bool:
+    return is_long([body.input, body.instructions, body.tools])
 
 
 async def _job(
@@ -132,4 +147,8 @@ def _told(tool: dict[str, Any]) -> dict[str, Any]:
     return {"description": None, "parameters": None, "strict": False} | tool
 
 
-ROUTES: dict[tuple[str, str], Handler] = {("POST", PATH): responses}
+COUNT_ROUTE = ("POST", PATH + "/input_tokens")
+ROUTES: dict[tuple[str, str], Handler] = {
+    ("POST", PATH): responses,
+    COUNT_ROUTE: input_tokens,
+}

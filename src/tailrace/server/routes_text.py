@@ -9,22 +9,31 @@ import msgspec
 
 from tailrace.errors import RequestError
 from tailrace.server.admission import check_model, check_open
+from tailrace.server.chat_job import encode_chat
 from tailrace.server.prompts import INLINE_CHARS, off_loop_if
+from tailrace.server.protocol import ChatBody
+from tailrace.server.unserved import check_unserved
 
 if TYPE_CHECKING:
     from tailrace.server.http import Handler, Request
+    from tailrace.server.sampling import Limits
     from tailrace.server.services import Services, TextServices
 
 
-class TokenizeBody(msgspec.Struct):
-    """Either `prompt` or `messages`."""
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """Either `prompt` or `messages`; what else changes a prompt is as where it is served."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     model: str | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    return_token_strs: bool = False
+    add_special_tokens: bool | None = None
+    parse_special: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Any = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct):
@@ -55,13 +64,9 @@ async def tokenize(services: Services, request: Request) -> None:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
     if body.messages is not None:
-        ids = await asyncio.to_thread(
-            text.chat_template.encode,
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt,
-        )
+        ids = await _encode_messages(text, body)
     else:
-        ids = await _encode(text, body.prompt or "", body.add_special_tokens)
+        ids = await _encode(text, limits, body)
     answer: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": limits.context_length,
@@ -114,10 +119,28 @@ def _check_places(token_ids: list[int], vocab_size: int) -> None:
     )
 
 
-async def _encode(text: TextServices, prompt: str, add_special_tokens: bool) -> list[int]:
+async def _encode(text: TextServices, limits: Limits, body: TokenizeBody) -> list[int]:
+    prompt = body.prompt or ""
+
     def encode() -> list[int]:
         return text.tokenizer.encode(
-            prompt, add_special_tokens=add_special_tokens, parse_special=True
+            prompt,
+            add_special_tokens=body.add_special_tokens is not False,
+            parse_special=limits.server.parse_special and body.parse_special is not False,
         )
 
     return await off_loop_if(len(prompt) > INLINE_CHARS, encode)
+
+
+async def _encode_messages(text: TextServices, body: TokenizeBody) -> list[int]:
+    chat = ChatBody(
+        messages=body.messages,
+        add_special_tokens=body.add_special_tokens,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        tools=body.tools,
+        chat_template_kwargs=body.chat_template_kwargs,
+        chat_template=body.chat_template,
+    )
+    check_unserved(chat)
+    return (await encode_chat(chat, text, None)).token_ids
