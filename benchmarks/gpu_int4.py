@@ -1,15 +1,19 @@
-"""The 4-bit layers of few rows on a Hopper GPU: the Gluon kernel beside the Triton one.
+"""The 4-bit layers of few rows on a Hopper GPU: the three Gluon kernels beside the Triton one.
 
-    python benchmarks/gpu_int4.py [--out DIR] [--only-check]
+    python benchmarks/gpu_int4.py [--out DIR] [--only-check] [--only-new]
 
 First every candidate is compared with the product in float64, each in a process of its own under a
 timeout, for a barrier that nobody reaches would otherwise hang the GPU: odd sizes, groups of 64 and
 128, both half precisions, NaN around the rows and in the results; the same bits thrice, and the
 same bits for a row with fewer rows beside it. What differs is named and not timed. Then the four
 layers of Qwen2.5-7B are timed at 16, 32, 64 and 128 rows, in CUDA graphs that go through enough
-copies of a weight that none comes from the L2 cache. A candidate reads sides/programs/span order:
-tiles of 128 or 256 outputs, programs a multiprocessor, the least chunks of a program, and the order
-of products (`HopperShape.order`). Those that cut a layer alike are timed once.
+copies of a weight that none comes from the L2 cache. Those that cut a layer alike are timed once.
+
+    sides/programs/span order       whole numbers multiplied, scaled afterwards (`HopperShape`)
+    n slices                        likewise, up to 32 rows, inputs split in a program (`FewShape`):
+                                    layers with a multiprocessor for each 64 outputs
+    tile/warps/programs/span scaled weights scaled in half precision first (`ScaledShape`), compared
+                                    with the product by weights so rounded
 
 The floor is the bytes of codes, scales, rows and results at 4.19 TB/s, the copy rate of an H200.
 """
@@ -17,6 +21,7 @@ The floor is the bytes of codes, scales, rows and results at 4.19 TB/s, the copy
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -25,6 +30,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +41,10 @@ if TYPE_CHECKING:
 
     from tailrace.kernels.linear.packed_int4 import PackedInt4
     from tailrace.kernels.linear.triton_hopper_int4 import HopperShape
+    from tailrace.kernels.linear.triton_hopper_int4_few import FewShape
+    from tailrace.kernels.linear.triton_hopper_int4_scaled import ScaledShape
+
+    Shape = HopperShape | ScaledShape | FewShape
 
 LAYERS = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}
 """Outputs and inputs."""
@@ -48,6 +58,7 @@ CUBLAS_MS = {16: 3.86, 32: 3.95, 64: 3.96, 128: 4.16}
 """bfloat16 by cuBLAS, of all layers, as seen on an H200 on 2026-11-29."""
 ODD = ((128, 256, 48), (64, 640, 200), (128, 3584, 520), (128, 1024, 4611), (64, 448, 1000))
 """Group, inputs, outputs of the comparison: whole tiles, cut tiles, outputs nothing divides."""
+BOTH_HALVES = ODD[1:3]
 BOUND = 0.006
 """Of |y - truth| / |truth|: the result's own rounding in bfloat16 is 0.002."""
 
@@ -58,30 +69,70 @@ BEFORE_US = {
     "gate_up": (31.6, 34.3, 44.9, 81.5), "down": (21.0, 27.2, 40.1, 58.0),
 }  # fmt: skip
 """By `ROWS`: Gluon's kernel at its best, on an H200 on 2026-11-30."""
-Kind = tuple[int, int, int, str]
-"""Rows of the tile; sides, programs and order of a shape."""
+Kind = tuple[int, str]
+"""Rows of the tile; a shape's words, but for its span."""
 
 
-def kind_of(rows: int, shape: HopperShape) -> Kind:
-    return rows, shape.sides, shape.programs, shape.order
+def kind_of(rows: int, shape: Shape) -> Kind:
+    if hasattr(shape, "least_span"):
+        shape = dataclasses.replace(shape, least_span=0)
+    return rows, shape.words
 
 
-def candidates(rows: int) -> tuple[HopperShape, ...]:
-    from tailrace.kernels.linear.triton_hopper_int4 import CANDIDATES
+def is_scaled(kind: Kind) -> bool:
+    return kind[1].endswith("scaled")
 
-    return CANDIDATES[rows]
+
+def candidates(rows: int) -> tuple[Shape, ...]:
+    from tailrace.kernels.linear import (
+        triton_hopper_int4,
+        triton_hopper_int4_few,
+        triton_hopper_int4_scaled,
+    )
+
+    modules = (triton_hopper_int4, triton_hopper_int4_scaled, triton_hopper_int4_few)
+    return tuple(shape for module in modules for shape in module.CANDIDATES.get(rows, ()))
+
+
+def launcher(shape: Shape) -> Callable[..., torch.Tensor]:
+    """Return the kernel of a shape."""
+    from tailrace.kernels.linear.triton_hopper_int4 import HopperShape, int4_hopper
+    from tailrace.kernels.linear.triton_hopper_int4_few import FewShape, int4_few
+    from tailrace.kernels.linear.triton_hopper_int4_scaled import int4_scaled
+
+    if isinstance(shape, FewShape):
+        return lambda x, weight, bias, scratch: int4_few(x, weight, bias, shape=shape)  # noqa: ARG005
+    return partial(int4_hopper if isinstance(shape, HopperShape) else int4_scaled, shape=shape)
+
+
+def cut_of(shape: Shape, outputs: int, inputs: int, multiprocessors: int) -> object:
+    """Return how a shape lays a layer over the GPU; none where it is not for such layers."""
+    if hasattr(shape, "cut"):
+        return shape.cut(outputs, inputs // 128, multiprocessors)
+    tiles = -(-outputs // 64)
+    return tiles if tiles <= multiprocessors else None
+
+
+def usual_shapes(rows: int, outputs: int) -> tuple[Shape, ...]:
+    from tailrace.kernels.linear import triton_hopper_int4, triton_hopper_int4_scaled
+
+    modules = (triton_hopper_int4, triton_hopper_int4_scaled)
+    return tuple(module.shape_for(rows, outputs)[1] for module in modules)
 
 
 def scratch_of(weight: PackedInt4):  # noqa: ANN201
     import torch
 
     from tailrace.kernels.linear.triton_hopper_int4 import reserved_parts
+    from tailrace.kernels.linear.triton_hopper_int4_scaled import reserved
     from tailrace.kernels.linear.workspace import Workspace
 
     device = weight.codes.device
     workspace = Workspace(device, torch.bfloat16)
-    parts = reserved_parts(weight.outputs, weight.codes.shape[0], device)
-    workspace.reserve(outputs=weight.outputs, splits=8, rows=128, parts=parts)
+    layer = weight.outputs, weight.codes.shape[0], device
+    parts, arrivals = reserved(*layer)
+    parts = max(parts, reserved_parts(*layer))
+    workspace.reserve(outputs=weight.outputs, splits=8, rows=128, parts=parts, arrivals=arrivals)
     workspace.scratch.parts.fill_(float("nan"))
     return workspace.scratch
 
@@ -89,33 +140,33 @@ def scratch_of(weight: PackedInt4):  # noqa: ANN201
 # Comparison
 
 
-def check(rows: int, sides: int, programs: int, order: str) -> list[str]:
+def check(rows: int, words: str) -> list[str]:
     """Return what is wrong with one kind of candidate, for tiles of so many rows."""
     import torch
 
     torch.manual_seed(rows)
     torch.use_deterministic_algorithms(True)  # fresh memory is NaN while this is on
-    kind = [s for s in candidates(rows) if kind_of(rows, s) == (rows, sides, programs, order)]
+    kind = [shape for shape in candidates(rows) if kind_of(rows, shape) == (rows, words)]
     wrong: list[str] = []
     for size in ODD:
-        for dtype in (torch.bfloat16, torch.float16)[: 2 if size == ODD[1] else 1]:
-            for shape in (kind[0], kind[-1]):
+        for dtype in (torch.bfloat16, torch.float16)[: 2 if size in BOTH_HALVES else 1]:
+            for shape in dict.fromkeys((kind[0], kind[-1])):
                 chunk = 64 if size[0] % 128 else 128
-                if shape.fits(size[1] // chunk):
+                if not hasattr(shape, "fits") or shape.fits(size[1] // chunk):
                     wrong += _differences(rows, size, dtype, shape)
     return wrong
 
 
 def _differences(
-    tile: int, size: tuple[int, int, int], dtype: torch.dtype, shape: HopperShape
+    tile: int, size: tuple[int, int, int], dtype: torch.dtype, shape: Shape
 ) -> list[str]:
     import torch
 
     from tailrace.kernels.dependent_launch import dependent_launches
     from tailrace.kernels.linear.int4 import quantize_groups
     from tailrace.kernels.linear.packed_int4 import PackedInt4
-    from tailrace.kernels.linear.triton_hopper_int4 import int4_hopper
 
+    multiply = launcher(shape)
     group, inputs, outputs = size
     rows = tile - tile // 4 - 1 if inputs != 640 else tile
     held = quantize_groups(torch.randn(outputs, inputs, device="cuda") * inputs**-0.5, group)
@@ -125,21 +176,22 @@ def _differences(
     whole = torch.full((rows + 140, inputs), float("nan"), device="cuda")
     whole[:rows] = torch.randn(rows, inputs, device="cuda")
     x = whole.to(dtype)[:rows]
-    truth = x.double() @ held.dequantize().double().t()
+    meant = held.scaled(dtype) if is_scaled(kind_of(tile, shape)) else held.dequantize()
+    truth = x.double() @ meant.double().t()
     if bias is not None:
         truth += bias.double()
-    results = [int4_hopper(x, weight, bias, scratch=scratch, shape=shape) for _ in range(3)]
+    results = [multiply(x, weight, bias, scratch=scratch) for _ in range(3)]
     error = float((results[0].double() - truth).norm() / truth.norm())
     where = f"{shape.words} {tile} rows, {outputs} x {inputs} by {group}, {dtype}"
     wrong = [] if error < BOUND else [f"{where}: {error:.4f}"]
     if any(not torch.equal(results[0], other) for other in results[1:]):
         wrong.append(f"{where}: another time, other bits")
     fewer = tile // 2 + 1
-    part = int4_hopper(x[:fewer], weight, bias, scratch=scratch, shape=shape)
+    part = multiply(x[:fewer], weight, bias, scratch=scratch)
     if not torch.equal(part, results[0][:fewer]):
         wrong.append(f"{where}: a row depends on its neighbours")
     with dependent_launches():
-        chain = [int4_hopper(x, weight, bias, scratch=scratch, shape=shape) for _ in range(5)]
+        chain = [multiply(x, weight, bias, scratch=scratch) for _ in range(5)]
     if not all(torch.equal(results[0], other) for other in chain):
         wrong.append(f"{where}: other bits {DEPENDENT}")
     if bool(scratch.arrivals.any()):
@@ -172,8 +224,7 @@ def check_all(kinds: list[Kind]) -> list[Kind]:
     with ThreadPoolExecutor(16) as pool:
         answers = pool.map(lambda kind: run_self(["--check", json.dumps(kind)], 60), kinds)
         for kind, (lines, reason) in zip(kinds, answers, strict=True):
-            rows, sides, programs, order = kind
-            label = f"{rows} rows, {sides}/{programs} {order}"
+            label = f"{kind[0]} rows, {kind[1]}"
             wrong = lines[0] if lines else []
             # By plain launches a kind may serve all the same.
             if lines and not [line for line in wrong if DEPENDENT not in line]:
@@ -241,7 +292,6 @@ def time_layer(name: str, kinds: list[Kind]) -> list[dict]:
     import torch
 
     from tailrace.kernels.dependent_launch import dependent_launches
-    from tailrace.kernels.linear.triton_hopper_int4 import int4_hopper, shape_for
     from tailrace.kernels.linear.triton_int4 import int4_linear
 
     outputs, inputs = LAYERS[name]
@@ -262,52 +312,57 @@ def time_layer(name: str, kinds: list[Kind]) -> list[dict]:
         with dependent_launches():
             us = 1e6 * graph_s(old) / len(weights)
         found.append({**entry, "way": "triton, dependent", "us": us})
-        usual = shape_for(rows, outputs)[1]
+        usual = usual_shapes(rows, outputs)
         known = set()
-        for shape in (usual, *candidates(rows)):
-            cut = shape.cut(outputs, inputs // 128, multiprocessors)
-            if kind_of(rows, shape) not in kinds or (shape.order, shape.programs, cut) in known:
+        for shape in (*usual, *candidates(rows)):
+            kind = kind_of(rows, shape)
+            cut = kind, cut_of(shape, outputs, inputs, multiprocessors)
+            if kind not in kinds or cut in known or cut[1] is None:
                 continue
-            known.add((shape.order, shape.programs, cut))
+            known.add(cut)
+            kernel = launcher(shape)
 
-            def new(x: torch.Tensor = x, shape: HopperShape = shape) -> None:
+            def new(x: torch.Tensor = x, kernel: Callable[..., object] = kernel) -> None:
                 for weight in weights:
-                    int4_hopper(x, weight, None, scratch=scratch, shape=shape)
+                    kernel(x, weight, None, scratch=scratch)
 
             us = 1e6 * graph_s(new) / len(weights)
-            found.append({**entry, "way": shape.words, "us": us, "usual": shape == usual})
-            if shape == usual:
+            timed = {**entry, "way": shape.words, "us": us, "scaled": is_scaled(kind)}
+            if shape in usual or (cut[1] is not None and not hasattr(shape, "cut")):
                 with dependent_launches():
-                    us = 1e6 * graph_s(new) / len(weights)
-                found.append({**entry, "way": "gluon, dependent", "us": us})
+                    timed["dependent_us"] = 1e6 * graph_s(new) / len(weights)
+            found.append(timed)
     return found
 
 
 def print_tables(found: list[dict]) -> None:
-    print("\nmicroseconds: floor, Triton, Gluon before, its usual shape now, both")
-    print("by dependent launches (Triton, usual shape), the best candidates:")
+    print("\nmicroseconds: floor, Triton, Gluon before, the best by whole numbers, the best scaled")
+    print("first; by dependent launches (Triton, usual shapes, slices); the best candidates:")
     sums: dict[int, list[float]] = {rows: [0.0] * 6 for rows in ROWS}
     missing: set[int] = set()
     for name in LAYERS:
         for index, rows in enumerate(ROWS):
             here = [e for e in found if (e["layer"], e["rows"]) == (name, rows)]
-            new = sorted((e for e in here if "usual" in e), key=lambda e: e["us"])
+            new = sorted((e for e in here if "scaled" in e), key=lambda e: e["us"])
             if not new:
                 missing.add(rows)
                 continue
             old = next(e["us"] for e in here if e["way"] == "triton")
-            usual = next((e["us"] for e in new if e["usual"]), float("nan"))
             launched = [e["us"] for e in here if e["way"].endswith(", dependent")]
+            launched += [e["dependent_us"] for e in here if "dependent_us" in e]
             dependent = " / ".join(f"{us:.1f}" for us in launched)
-            best = ", ".join(f"{e['us']:.1f} by {e['way']}" for e in new[:4])
-            floor = here[0]["floor_us"]
-            before, fastest = BEFORE_US[name][index], new[0]["us"]
-            head = f"{floor:5.1f} {old:6.1f} {before:6.1f} {usual:6.1f}"
-            print(f"  {name:<8} {rows:>4}: {head}   {dependent:<13}   {best}")
-            seen = (floor, old, before, usual, fastest, min(old, fastest))
+            exact, scaled = (
+                min((e["us"] for e in new if e["scaled"] == wanted), default=float("nan"))
+                for wanted in (False, True)
+            )
+            best = ", ".join(f"{e['us']:.1f} by {e['way']}" for e in new[:5])
+            seen = (here[0]["floor_us"], old, BEFORE_US[name][index], exact, scaled)
+            head = " ".join(f"{us:6.1f}" for us in seen)
+            print(f"  {name:<8} {rows:>4}: {head}   {dependent:<34}   {best}")
+            seen += (min(old, new[0]["us"]),)
             sums[rows] = [total + value for total, value in zip(sums[rows], seen, strict=True)]
     print(f"\nall layers ({DEPTH} x {', '.join(LAYERS)}), milliseconds:")
-    print("  rows   floor  Triton  before   Gluon    best  either  cuBLAS bf16   goal")
+    print("  rows   floor  Triton  before   whole  scaled    best  cuBLAS bf16   goal")
     for rows, values in sums.items():
         if rows in missing:
             print(f"  {rows:>4}   not all layers were timed")
@@ -321,6 +376,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--only-check", action="store_true")
+    parser.add_argument("--only-new", action="store_true", help="what has not been run yet")
     parser.add_argument("--check", help=argparse.SUPPRESS)
     parser.add_argument("--time", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -339,11 +395,13 @@ def main() -> None:
         return
     begun = time.monotonic()
     kinds = list(dict.fromkeys(kind_of(rows, s) for rows in ROWS for s in candidates(rows)))
+    if arguments.only_new:
+        kinds = [kind for kind in kinds if kind[1].endswith(("scaled", "slices"))]
     right = check_all(kinds)
     if arguments.only_check:
         raise SystemExit(len(right) != len(kinds))
     found: list[dict] = []
-    lines, reason = run_self(["--time", json.dumps(right)], 60)
+    lines, reason = run_self(["--time", json.dumps(right)], 90)
     for line in lines:
         found += line
     if reason:

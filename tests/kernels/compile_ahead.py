@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,10 @@ from tailrace.kernels.linear import (
     triton_float8_few,
     triton_float8_rows,
     triton_hopper_int4,
+    triton_hopper_int4_few,
+    triton_hopper_int4_scaled,
     triton_hopper_int8,
+    triton_hopper_ring,
     triton_int4,
     triton_int8,
     triton_int8_rows,
@@ -217,12 +220,7 @@ def hopper_int4_cases(kind: int) -> Iterator[Case]:
         sides, stages = shape.sides, shape.stages(rows, chunk)
         half = "bf16" if chunk == 128 else "fp16"
         pieces = 2 if rows > 64 else 1
-        layouts = {width: triton_hopper_int4.shared_layout(width) for width in (chunk, chunk // 4)}
-        rings = {
-            "codes_desc": f"tensordesc<i16[{128 * sides}, {chunk // 4}],{layouts[chunk // 4]!r}>",
-            "x_desc": f"tensordesc<{half}[{rows // pieces}, {chunk}],{layouts[chunk]!r}>",
-            "meta_desc": f"tensordesc<i32[1, {128 * sides}],{triton_hopper_int4.META_LAYOUT!r}>",
-        }
+        rings = _int4_rings(half, 128 * sides, chunk, rows // pieces, chunk)
         constants = {
             "PIECES": pieces, "CHUNKS_A_GROUP": 1, "HAS_BIAS": True, "STAGES": stages,
             "ORDER": shape.order, "REGISTERS": side_registers,
@@ -232,6 +230,61 @@ def hopper_int4_cases(kind: int) -> Iterator[Case]:
             constants, types={**_int4_types(half), **rings},
             registers=registers, source=GluonASTSource,
         )  # fmt: skip
+
+
+def hopper_scaled_cases(kind: int) -> Iterator[Case]:
+    """Every candidate's kind that scales weights first, for both chunks, in one half each."""
+    if kind < HOPPER:
+        return
+    kinds = {
+        (rows, chunk, shape.words): (rows, chunk, shape)
+        for rows, shapes in triton_hopper_int4_scaled.CANDIDATES.items()
+        for shape in (replace(shape, least_span=4) for shape in shapes)
+        for chunk in (64, 128)
+    }
+    for rows, chunk, shape in kinds.values():
+        half = "bf16" if chunk == 128 else "fp16"
+        constants = {
+            "TILE": shape.tile, "CHUNKS_A_GROUP": 1, "HAS_BIAS": True,
+            "STAGES": shape.stages(rows, chunk),
+        }  # fmt: skip
+        yield Case(
+            f"hopper_int4_scaled {rows}/{chunk} {shape.words}",
+            triton_hopper_int4_scaled.int4_scaled_kernel, constants, shape.warps,
+            types={**_int4_types(half), **_int4_rings(half, shape.box, chunk, rows, 64)},
+            registers=shape.registers, source=GluonASTSource,
+        )  # fmt: skip
+
+
+def hopper_few_cases(kind: int) -> Iterator[Case]:
+    """Every candidate of few rows, for both chunks, in one half each."""
+    if kind < HOPPER:
+        return
+    for rows, shapes in triton_hopper_int4_few.CANDIDATES.items():
+        for shape, chunk in itertools.product(shapes, (64, 128)):
+            half = "bf16" if chunk == 128 else "fp16"
+            registers, slice_registers = shape.registers
+            constants = {
+                "SLICES": shape.slices, "CHUNKS_A_GROUP": 1, "HAS_BIAS": True,
+                "STAGES": shape.stages(rows, chunk), "REGISTERS": slice_registers,
+            }  # fmt: skip
+            yield Case(
+                f"hopper_int4_few {rows}/{chunk} {shape.words}",
+                triton_hopper_int4_few.int4_few_kernel, constants,
+                types={**_int4_types(half), **_int4_rings(half, 64, chunk, rows, chunk)},
+                registers=registers, source=GluonASTSource,
+            )  # fmt: skip
+
+
+def _int4_rings(half: str, outputs: int, chunk: int, rows: int, inputs: int) -> dict[str, str]:
+    """Return the descriptors' types, for boxes of so many outputs, rows, and inputs of rows."""
+    quarter = chunk // 4
+    by_width = {width: triton_hopper_ring.shared_layout(width) for width in (quarter, inputs)}
+    return {
+        "codes_desc": f"tensordesc<i16[{outputs}, {quarter}],{by_width[quarter]!r}>",
+        "x_desc": f"tensordesc<{half}[{rows}, {inputs}],{by_width[inputs]!r}>",
+        "meta_desc": f"tensordesc<i32[1, {outputs}],{triton_hopper_ring.META_LAYOUT!r}>",
+    }
 
 
 def _int4_types(half: str) -> dict[str, str]:
@@ -500,18 +553,103 @@ def asks(compiled: Any) -> list[str]:
     return re.findall(r"@p (\S*prefetch\S*)", compiled.asm["ptx"])
 
 
-def overlap(compiled: Any) -> list[int]:
-    """Exponentials between each wait for all but one product and the next wait.
-
-    Where the assembler serialises asynchronous products, it waits after each of them.
-    """
+def assembler(compiled: Any) -> str:
+    """Return the machine's own code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         run = subprocess.run(
             [NVDISASM, "-c", file.name], capture_output=True, text=True, check=True
         )
-    spans = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\d+)", run.stdout)
+    return run.stdout
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What a kernel's innermost loop of products looks like in the machine's code."""
+
+    products: int
+    """Instructions of the tensor cores, each of 16 inputs."""
+    commits: int
+    """Groups of them that are waited for together."""
+    drains: int
+    """Waits that leave nothing in flight."""
+    torn: int
+    """Registers written or read while a product in flight still reads or writes them."""
+
+
+_LINE = re.compile(r"/\*[0-9a-f]{4,5}\*/ +(?:@!?U?P\d+ )?(\S+) *(.*?) *;")
+_PRODUCT = re.compile(r"R(\d+), R(\d+), gdesc\[UR\d+\], (?:R\d+|RZ)(.*)")
+
+
+def pipelines(code: str) -> list[Pipeline]:
+    """Return the innermost loops that have products, from disassembled code."""
+    lines = code.splitlines()
+    labels = {line.strip()[:-1]: at for at, line in enumerate(lines) if line.startswith(".L_x")}
+    found = []
+    for at, line in enumerate(lines):
+        jump = re.search(r"BRA `\((\.L_x_\d+)\)", line)
+        begin = labels.get(jump[1], at) if jump else at
+        body = [match.groups() for text in lines[begin:at] if (match := _LINE.search(text))]
+        operations = [operation for operation, _ in body]
+        has_products = any(operation.startswith("HGMMA") for operation in operations)
+        if has_products and not any(operation.startswith("STG") for operation in operations):
+            found.append(_pipeline(body))
+    return found
+
+
+def _pipeline(body: list[tuple[str, str]]) -> Pipeline:
+    groups: list[list[tuple[set[int], set[int]]]] = [[]]  # sums and weights; the last one is open
+    waits, torn = [], 0
+    for operation, operands in [*body, *body]:  # twice: what is in flight at the loop's end
+        if operation.startswith("HGMMA"):
+            match = _PRODUCT.match(operands)
+            assert match is not None, operands
+            sums, weights = int(match[1]), int(match[2])
+            width = int(operation.split(".")[1].split("x")[1]) // 2
+            groups[-1].append(({*range(sums, sums + width)}, {*range(weights, weights + 4)}))
+            if "gsb0" in match[3]:
+                groups.append([])
+        elif operation.startswith("WARPGROUP.DEPBAR"):
+            waits.append(left := int(operands.split(",")[1], 16))
+            groups = groups[len(groups) - 1 - left :] if left < len(groups) else groups
+        else:
+            written, read = _touched(operation, operands)
+            flying = [product for group in groups for product in group]
+            torn += any(written & (sums | weights) or read & sums for sums, weights in flying)
+    operations = [operation for operation, _ in body]
+    return Pipeline(
+        products=sum(operation.startswith("HGMMA") for operation in operations),
+        commits=sum("gsb0" in operands for name, operands in body if name.startswith("HGMMA")),
+        drains=waits[: len(waits) // 2].count(0),
+        torn=torn,
+    )
+
+
+_WRITES_NONE = ("ST", "BAR", "ISETP", "SYNCS", "R2UR", "BRA")
+
+
+def _touched(operation: str, operands: str) -> tuple[set[int], set[int]]:
+    """Return the registers that an instruction writes and reads."""
+    named = [int(number) for number in re.findall(r"\bR(\d+)", operands)]
+    if not re.match(r"R\d+", operands) or operation.startswith(_WRITES_NONE):
+        return set(), set(named)
+    width = 1
+    if operation.startswith("LDSM"):
+        width = int(operation.split(".")[-1])
+    elif ".128" in operation:
+        width = 4
+    elif ".64" in operation or "WIDE" in operation or operation.startswith("CS2R"):
+        width = 2
+    return {*range(named[0], named[0] + width)}, set(named[1:])
+
+
+def overlap(compiled: Any) -> list[int]:
+    """Exponentials between each wait for all but one product and the next wait.
+
+    Where the assembler serialises asynchronous products, it waits after each of them.
+    """
+    spans = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\d+)", assembler(compiled))
     return [
         span.count("MUFU.EX2")
         for left, span in zip(spans[1::2], spans[2::2], strict=True)
@@ -526,6 +664,8 @@ def main(kind: int) -> None:
         *other_cases(),
         *int4_cases(),
         *hopper_int4_cases(kind),
+        *hopper_scaled_cases(kind),
+        *hopper_few_cases(kind),
         *hopper_int8_cases(kind),
         *hopper_prefill_cases(kind),
         *float8_linear_cases(kind),
@@ -540,6 +680,8 @@ def main(kind: int) -> None:
         found["asks"] = asks(compiled)
         if case.kernel is triton_hopper_prefill.hopper_prefill_kernel:
             found["overlap"] = overlap(compiled)
+        if case.kernel is triton_hopper_int4_scaled.int4_scaled_kernel:
+            found["pipelines"] = [asdict(loop) for loop in pipelines(assembler(compiled))]
         print(json.dumps(found), flush=True)  # noqa: T201
 
 

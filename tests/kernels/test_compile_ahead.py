@@ -42,8 +42,10 @@ def test_every_kernel_compiles_within_the_gpus_means(kind, pytestconfig, tmp_pat
         "prefill", "decode", "rope_cache", "rms_norm", "silu_mul", "skinny", "int4", "int8",
         "sample_adjust", "sample_search", "sample_draw",
     }  # fmt: skip
-    for name in ("hopper_int4", "hopper_int8", "hopper_prefill"):
-        assert any(entry["name"].startswith(name) for entry in kernels) == (kind >= HOPPER)
+    for name in (
+        "hopper_int4", "hopper_int4_scaled", "hopper_int4_few", "hopper_int8", "hopper_prefill",
+    ):  # fmt: skip
+        assert any(entry["name"].split()[0] == name for entry in kernels) == (kind >= HOPPER)
     float8 = {entry["name"].split()[0] for entry in kernels if entry["name"].endswith("float8")}
     assert float8 == ({"prefill", "decode", "rope_cache"} if kind >= ADA else set())
     dependent = [entry for entry in kernels if entry["name"].endswith(" dependent")]
@@ -51,6 +53,7 @@ def test_every_kernel_compiles_within_the_gpus_means(kind, pytestconfig, tmp_pat
         {
             "decode", "rope_cache", "rms_norm", "silu_mul", "skinny", "int4", "float8_skinny",
             "quantize_rows", "rms_norm_float8", "silu_mul_float8", "hopper_int4", "float8_few",
+            "hopper_int4_scaled", "hopper_int4_few",
         }
         if kind >= HOPPER
         else set()
@@ -85,6 +88,18 @@ def test_every_kernel_compiles_within_the_gpus_means(kind, pytestconfig, tmp_pat
             weights = 32 if "128x64" in entry["name"] else 64
             assert len(entry["overlap"]) == 4, entry
             assert min(entry["overlap"]) >= weights, entry
+    check_pipelines(kernels)
+
+
+def check_pipelines(kernels):
+    """A step's products are in flight while the next one's weights are unpacked, elsewhere."""
+    for entry in kernels:
+        is_scaled = entry["name"].startswith("hopper_int4_scaled")
+        assert len(entry.get("pipelines", [])) == is_scaled, entry
+        for loop in entry.get("pipelines", []):
+            assert loop["products"] == 4 * loop["commits"], entry  # of 16 inputs each
+            assert loop["torn"] == 0, entry
+            assert loop["drains"] == (loop["commits"] == 1), entry
 
 
 def check_asks(kernels, kind):

@@ -9,17 +9,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tailrace.kernels.dependent_launch import dependent_launches
 from tailrace.kernels.linear import int4_linear
 from tailrace.kernels.linear.int4 import quantize_groups
 from tailrace.kernels.linear.int4_linear import has_hopper_kernel, rows_by_triton
-from tailrace.kernels.linear.packed_int4 import PackedInt4
 from tailrace.kernels.linear.workspace import Workspace
 
 hopper = pytest.importorskip(
     "tailrace.kernels.linear.triton_hopper_int4", reason="Triton with Gluon is not installed"
 )
 
+scaled = pytest.importorskip(
+    "tailrace.kernels.linear.triton_hopper_int4_scaled",
+    reason="Triton with Gluon is not installed",
+)
 SHAPES = sorted(
     {
         (shape.sides, shape.programs, shape.least_span, shape.order)
@@ -27,53 +29,24 @@ SHAPES = sorted(
         for shape in shapes
     }
 )
-gluon_interpreter = pytest.importorskip(
-    "tests.kernels.gluon_interpreter", reason="Triton with Gluon is not installed"
+on_gluon = pytest.importorskip(
+    "tests.kernels.on_gluon", reason="Triton with Gluon is not installed"
 )
 
 LAYERS = [(48, 1), (4608, 28), (3584, 28), (37888, 28), (3584, 148), (200, 10), (257, 3)]
 """Outputs, chunks."""
 
 
-def runs_of(cut, chunks):
-    """Return what each program does: (program, tile, its first chunk, one past its last)."""
-    tiles, span, programs = cut
-    units = tiles * chunks
-    found = []
-    for program in range(programs):
-        low, high = program * span, min((program + 1) * span, units)
-        assert low < high, "a program without work would be waited for"
-        for tile in range(low // chunks, (high - 1) // chunks + 1):
-            begin, end = max(low - tile * chunks, 0), min(high - tile * chunks, chunks)
-            found.append((program, tile, begin, end))
-    return found
-
-
 @pytest.mark.parametrize(("outputs", "chunks"), LAYERS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_unit_is_done_once_and_parts_do_not_meet(outputs, chunks, shape):
+def test_two_units_are_of_one_tile(outputs, chunks, shape):
     shape = hopper.HopperShape(*shape)
-    if not shape.fits(chunks):
-        assert shape.order == "two units"
+    if shape.order != "two units":
+        assert shape.fits(chunks)
+    elif shape.fits(chunks):
+        assert shape.cut(outputs, chunks, 132).span % 2 == 0
+    else:
         assert chunks % 2
-        return
-    cut = tiles, span, programs = shape.cut(outputs, chunks, 132)
-    assert programs <= 132 * shape.programs, "a second wave would leave a tail"
-    runs = runs_of(cut, chunks)
-    if shape.order == "two units":
-        assert not any((end - begin) % 2 for _, _, begin, end in runs)
-    done = sorted((tile, chunk) for _, tile, begin, end in runs for chunk in range(begin, end))
-    assert done == [(tile, chunk) for tile in range(tiles) for chunk in range(chunks)]
-    # The kernel's own reckoning of who shares a tile.
-    for tile in range(tiles):
-        sharers = [program for program, other, *_ in runs if other == tile]
-        first = tile * chunks // span
-        last = (min((tile + 1) * chunks, tiles * chunks) - 1) // span
-        assert sharers == list(range(first, last + 1))
-    places = [tile + program for program, tile, *_ in runs]
-    assert len(set(places)) == len(places)
-    floats = shape.parts(outputs, chunks, 64, 132)
-    assert (max(places) + 1) * shape.sides * 128 * 64 <= floats
 
 
 @pytest.mark.parametrize(("outputs", "chunks"), LAYERS)
@@ -82,20 +55,9 @@ def test_arrivals_have_room(outputs, chunks):
     workspace.reserve(outputs=outputs, splits=1, rows=128, parts=5)
     for numbers in SHAPES:
         shape = hopper.HopperShape(*numbers)
-        tiles, *_ = shape.cut(outputs, chunks, 132)
+        tiles = shape.cut(outputs, chunks, 132).tiles
         assert tiles * shape.sides <= workspace.scratch.arrivals.numel()
     assert workspace.scratch.parts.numel() == 5
-
-
-@pytest.mark.parametrize("chunk", [64, 128])
-@pytest.mark.parametrize("rows", sorted(hopper.CANDIDATES))
-def test_rings_hold_several_units_and_fit(rows, chunk):
-    assert sorted(hopper.CANDIDATES) == [16, 32, 64, 128]
-    for shape in hopper.CANDIDATES[rows]:
-        stages = shape.stages(rows, chunk)
-        unit = shape.sides * 128 * (chunk // 2 + 4) + rows * chunk * 2
-        assert stages >= 4
-        assert stages * unit * shape.programs < 227 * 1024
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 128])
@@ -139,6 +101,8 @@ def test_a_layer_gives_each_number_of_rows_to_its_kernel(monkeypatch):
 
     monkeypatch.setattr(hopper, "int4_hopper", kernel("Hopper"))
     monkeypatch.setattr(hopper, "reserved_parts", lambda outputs, chunks, device: 7)
+    monkeypatch.setattr(scaled, "int4_scaled", kernel("scaled"))
+    monkeypatch.setattr(scaled, "reserved", lambda outputs, chunks, device: (9, 11))
     monkeypatch.setattr(int4_linear, "int4_linear", kernel("Triton"))
     monkeypatch.setattr(int4_linear, "_is_hopper", lambda device: True)
     monkeypatch.setattr(int4_linear, "_WIDE", 40)
@@ -155,39 +119,61 @@ def test_a_layer_gives_each_number_of_rows_to_its_kernel(monkeypatch):
         ("Triton", 16), ("Triton", 16), ("Hopper", 17), ("Triton", 17), ("Hopper", 128),
         ("Triton", 128), ("Hopper", 128), ("Hopper", 128), ("Hopper", 44),
     ]  # fmt: skip
+    assert workspace.scratch.parts.numel() == 7
 
 
-NAN = float("nan")
-MULTIPROCESSORS = 3
-KERNEL = hopper.int4_hopper_kernel
+@pytest.mark.parametrize(
+    ("unrounded", "served"),
+    [
+        (128, ["Triton", "Hopper", "Hopper", "Hopper"]),
+        (64, ["Triton", "Hopper", "Hopper", "scaled"]),
+        (16, ["Triton", "scaled", "scaled", "scaled"]),
+        (0, ["scaled"] * 4),
+    ],
+)  # fmt: skip
+def test_weights_are_scaled_first_beyond_the_rows_that_are_not_rounded(
+    monkeypatch, unrounded, served
+):
+    taken = []
+
+    def kernel(name):
+        return lambda *_, **__: taken.append(name)
+
+    for module, name in (
+        (hopper, "int4_hopper"), (scaled, "int4_scaled"), (int4_linear, "int4_linear"),
+    ):  # fmt: skip
+        label = {"int4_linear": "Triton", "int4_hopper": "Hopper"}.get(name, "scaled")
+        monkeypatch.setattr(module, name, kernel(label))
+    monkeypatch.setattr(hopper, "reserved_parts", lambda *_: 7)
+    monkeypatch.setattr(scaled, "reserved", lambda *_: (9, 2000))
+    monkeypatch.setattr(int4_linear, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(int4_linear, "_WIDE", 40)
+    monkeypatch.setattr(int4_linear, "rows_unrounded", lambda outputs, inputs: unrounded)
+    workspace = Workspace(torch.device("cpu"), torch.float32)
+    layer = int4_linear.Int4Linear(quantize_groups(torch.randn(40, 64), 64), None, workspace)
+    for rows in (1, 17, 64, 65):
+        layer(torch.randn(rows, 64))
+    assert taken == served
+    assert ("scaled in half precision" in layer.name) == (unrounded < 128)
+    assert workspace.scratch.parts.numel() == (9 if unrounded < 128 else 7)
+    assert (workspace.scratch.arrivals.numel() >= 2000) == (unrounded < 128)
+
+
+def test_nobody_is_served_by_rounded_weights_before_they_were_measured():
+    assert {int4_linear.rows_unrounded(*sizes) for sizes in LAYERS} == {int4_linear.MOST_ROWS}
 
 
 def interpreted(monkeypatch, seed, rows, chunk, shape, *, dependent=False):
-    """Return a product of a small layer by the kernel on the CPU, and in float64."""
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: MULTIPROCESSORS)
-    late = {"x_desc", "out_ptr", "part_ptr", "arrivals"}
-    monkeypatch.setattr(
-        hopper, "int4_hopper_kernel", gluon_interpreter.Interpreter(KERNEL, seed=seed, late=late)
-    )
-    dtype = torch.bfloat16 if chunk == 128 else torch.float16
-    outputs, inputs = 300, 6 * chunk
-    weight = quantize_groups(torch.randn(outputs, inputs) * inputs**-0.5, chunk)
-    bias = torch.randn(outputs).to(dtype)
-    whole = torch.full((rows + 40, inputs), NAN).to(dtype)
-    whole[:rows] = torch.randn(rows, inputs)
-    parts = hopper.reserved_parts(outputs, 6, torch.device("cpu"))
-    workspace = Workspace(torch.device("cpu"), dtype)
-    workspace.reserve(outputs=outputs, splits=1, rows=rows, parts=parts)
-    out = torch.full((rows + 2, outputs), NAN, dtype=dtype)
-    with dependent_launches(on=dependent):
-        hopper.int4_hopper(
-            whole[:rows], PackedInt4.of(weight, "cpu"), bias, scratch=workspace.scratch,
-            shape=shape, out_TO=out[1:-1],
-        )  # fmt: skip
-    assert not workspace.scratch.arrivals.any(), "the next launch finds arrivals"
-    assert bool(out[[0, -1]].isnan().all()), "rows beyond the result are written"
-    truth = whole[:rows].double() @ weight.dequantize().double().t() + bias.double()
-    return out[1:-1], truth
+    """Return a product of a small layer by the kernel on the CPU, and its error."""
+    layer = on_gluon.Layer(group=chunk)
+    weight = layer.weight()
+    monkeypatch.setattr(hopper, "multiprocessors", lambda device: layer.multiprocessors)
+    x, bias, y = on_gluon.product(
+        monkeypatch, hopper, hopper.int4_hopper, layer, weight, rows, seed=seed,
+        room={"parts": hopper.reserved_parts(layer.outputs, layer.chunks, torch.device("cpu"))},
+        dtype=torch.bfloat16 if chunk == 128 else torch.float16, shape=shape, dependent=dependent,
+    )  # fmt: skip
+    return y, on_gluon.error(x, bias, y, weight.dequantize())
 
 
 INTERPRETED = [
@@ -201,8 +187,7 @@ INTERPRETED = [
 
 @pytest.mark.parametrize(("block", "chunk", "shape"), INTERPRETED, ids=str)
 def test_in_the_interpreter_it_equals_the_product(monkeypatch, block, chunk, shape):
-    y, truth = interpreted(monkeypatch, block + chunk, block - 3, chunk, shape)
-    error = float((y.double() - truth).norm() / truth.norm())
+    y, error = interpreted(monkeypatch, block + chunk, block - 3, chunk, shape)
     assert error < (0.003 if y.dtype == torch.bfloat16 else 0.0004)
 
 

@@ -6,14 +6,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tailrace.kernels.linear import triton_hopper_int4_scaled as scaled
 from tailrace.kernels.linear.triton_int4 import UNPACK_BFLOAT16, UNPACK_FLOAT16
 from tests.kernels.gluon_interpreter.values import Array, GluonFaultError, plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    _Meaning = Callable[[list[Array]], list[torch.Tensor]]
 
-def _unpack(magic: int, dtype: torch.dtype) -> Callable[[list[Array]], list[torch.Tensor]]:
+
+def _unpack(magic: int, dtype: torch.dtype) -> _Meaning:
     """Return the four nibbles of int16 as floats, plus an offset that is given as its bits."""
 
     def run(args: list[Array]) -> list[torch.Tensor]:
@@ -27,8 +30,39 @@ def _unpack(magic: int, dtype: torch.dtype) -> Callable[[list[Array]], list[torc
     return run
 
 
-MEANINGS: dict[str, tuple[str, int, Callable[[list[Array]], list[torch.Tensor]]]] = {
+def _scaled(magic: int, shifts: tuple[int, int], dtype: torch.dtype) -> _Meaning:
+    """Return two nibbles of int16 as floats, plus their offsets, times a scale.
+
+    In float16 the second nibble stays where it is, as 16 x what it is, and has an offset of its
+    own.
+    """
+
+    def run(args: list[Array]) -> list[torch.Tensor]:
+        codes, *offsets, scale = (x.data for x in args)
+        if {codes.dtype, *(x.dtype for x in offsets)} != {torch.int16} or scale.dtype != dtype:
+            raise GluonFaultError(f"codes and offsets in {[x.data.dtype for x in args]}")
+        wide = codes.int() & 0xFFFF
+        results = []
+        for nibble, shift in enumerate(shifts):
+            is_high = len(offsets) > 1 and nibble == 1
+            bits = wide >> (shift - 4) & 0xF0 if is_high else wide >> shift & 0xF
+            value = (bits | magic).short().view(dtype)
+            offset = offsets[-1 if is_high else 0].contiguous().view(dtype)
+            # One rounding, of a product and a sum: exact in either half.
+            steps = (value.float() / (16 if is_high else 1) + offset.float()).to(dtype)
+            results.append(steps * scale)
+        return results
+
+    return run
+
+
+_TWO, _THREE = "=r,=r,r,r,r", "=r,=r,r,r,r,r"
+MEANINGS: dict[str, tuple[str, int, _Meaning]] = {
     str(plain(UNPACK_BFLOAT16)): ("=r,=r,=r,=r,r,r", 2, _unpack(0x4300, torch.bfloat16)),
     str(plain(UNPACK_FLOAT16)): ("=r,=r,=r,=r,r,r", 2, _unpack(0x6400, torch.float16)),
+    str(plain(scaled.BFLOAT16_LOW)): (_TWO, 2, _scaled(0x4300, (0, 4), torch.bfloat16)),
+    str(plain(scaled.BFLOAT16_HIGH)): (_TWO, 2, _scaled(0x4300, (8, 12), torch.bfloat16)),
+    str(plain(scaled.FLOAT16_LOW)): (_THREE, 2, _scaled(0x6400, (0, 4), torch.float16)),
+    str(plain(scaled.FLOAT16_HIGH)): (_THREE, 2, _scaled(0x6400, (8, 12), torch.float16)),
 }
 """By text: the constraints, how many elements a register holds, and what is computed."""

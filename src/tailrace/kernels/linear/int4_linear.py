@@ -1,7 +1,8 @@
 """A linear layer over 4-bit weights on a GPU: few rows by the codes, many by what they stand for.
 
 `triton_int4` multiplies few rows; on Hopper `triton_hopper_int4` does where it is the faster one,
-over the same codes (`rows_by_triton`).
+over the same codes (`rows_by_triton`). Both multiply whole numbers, so no weight is rounded;
+`triton_hopper_int4_scaled` rounds them, for speed, and serves nobody yet (`rows_unrounded`).
 
 Up to `MOST_ROWS` rows a product is bound by the weight's bytes, and the codes are a quarter of
 them. Beyond, arithmetic counts: the weight is written out in half precision, into a buffer that all
@@ -60,6 +61,15 @@ def rows_by_triton(outputs: int, inputs: int) -> int:
     return 64 if outputs * inputs >= _LARGE else MOST_ROWS
 
 
+def rows_unrounded(outputs: int, inputs: int) -> int:  # noqa: ARG001 - a layer's sizes will decide
+    """Return up to how many rows of a layer a Hopper GPU multiplies by weights as they are.
+
+    More of them, up to `MOST_ROWS`, go by the kernel that scales weights in half precision first.
+    None do: it has not run on a GPU yet (gpu_int4.py checks and times it).
+    """
+    return MOST_ROWS
+
+
 def _is_hopper(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
@@ -69,8 +79,9 @@ def _is_hopper(device: torch.device) -> bool:
 class Int4Linear:
     """x @ weight.T + bias.
 
-    Up to `MOST_ROWS` rows no weight is rounded, sums are float32, and a row's sum is cut at the
-    same places whatever is beside it: at one set of places by each kernel that serves the layer.
+    Up to `rows_unrounded` no weight is rounded. Up to `MOST_ROWS` sums are float32, and a row's sum
+    is cut at the same places whatever is beside it: at one set of places by each kernel that serves
+    the layer.
 
     Args:
         weight: Of any device; may be freed after packing.
@@ -88,22 +99,35 @@ class Int4Linear:
             self.bias_O = bias_O.to(workspace.device, workspace.dtype).contiguous()
         self._workspace = workspace
         held = self._weight
-        parts = 0
-        self._hopper: Callable[..., Tensor] | None = None
-        by_triton = MOST_ROWS
+        self._hopper: list[tuple[int, Callable[..., Tensor]]] = []
+        parts = arrivals = 0
+        by_triton = unrounded = MOST_ROWS
         self.name = f"Triton 4 bits in groups of {weight.group}"
         if _is_hopper(workspace.device):
-            by_triton = rows_by_triton(held.outputs, held.inputs)
-        if by_triton < MOST_ROWS:
+            unrounded = rows_unrounded(held.outputs, held.inputs)
+            by_triton = min(unrounded, rows_by_triton(held.outputs, held.inputs))
+        layer = held.outputs, held.codes.shape[0], workspace.device
+        # Each kernel's shapes cut sums at places of their own, so that classes of rows must not
+        # differ.
+        if by_triton < unrounded:
             from tailrace.kernels.linear.triton_hopper_int4 import (  # noqa: PLC0415 - see _GLUON
                 int4_hopper,
                 reserved_parts,
             )
 
-            parts = reserved_parts(held.outputs, held.codes.shape[0], workspace.device)
-            self._hopper = int4_hopper
-            # Its shapes cut sums at places of their own, so that classes of rows must not differ.
+            parts = reserved_parts(*layer)
+            self._hopper.append((unrounded, int4_hopper))
             self.name += f", for Hopper above {by_triton} rows"
+        if unrounded < MOST_ROWS:
+            from tailrace.kernels.linear.triton_hopper_int4_scaled import (  # noqa: PLC0415
+                int4_scaled,
+                reserved,
+            )
+
+            scaled_parts, arrivals = reserved(*layer)
+            parts = max(parts, scaled_parts)
+            self._hopper.append((MOST_ROWS, int4_scaled))
+            self.name += f", scaled in half precision above {unrounded} rows"
         self._tiles, self._writing = ways(held.outputs * held.inputs, by_triton)
         self._by_triton = by_triton
         self.by_codes: Ways[object] = self._tiles
@@ -115,6 +139,7 @@ class Int4Linear:
             rows=MOST_ROWS,
             wide=held.outputs * held.inputs,
             parts=parts,
+            arrivals=arrivals,
         )
         self.operation = f"int4/{weight.group} linear"
 
@@ -161,8 +186,9 @@ class Int4Linear:
     def _by_codes(self, x_TI: Tensor, out_TO: Tensor | None = None) -> Tensor:
         scratch = self._workspace.scratch
         rows = x_TI.shape[0]
-        if self._hopper is not None and rows > self._by_triton:
-            return self._hopper(x_TI, self._weight, self.bias_O, scratch=scratch, out_TO=out_TO)
+        if rows > self._by_triton:
+            kernel = next(kernel for most_rows, kernel in self._hopper if rows <= most_rows)
+            return kernel(x_TI, self._weight, self.bias_O, scratch=scratch, out_TO=out_TO)
         return int4_linear(
             x_TI,
             self._weight,

@@ -18,7 +18,6 @@ whichever of its programs comes last, part after part in order: a row's sum depe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,13 +25,27 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tailrace.kernels.dependent_launch import launch_options
+from tailrace.kernels.linear.triton_hopper_ring import (
+    Cut,
+    arrived_last,
+    descriptors,
+    flat,
+    gathered,
+    meta_of,
+    multiprocessors,
+    produce,
+    save,
+    sharers,
+    stages,
+    store,
+    turn,
+    unit_bytes,
+)
 from tailrace.kernels.linear.triton_int4 import UNPACK_BFLOAT16, UNPACK_FLOAT16
 
 if TYPE_CHECKING:
@@ -49,7 +62,7 @@ SIDE = gl.constexpr(_SIDE)
 
 
 @gluon.jit
-def _weights(codes, meta, dtype: gl.constexpr, layout: gl.constexpr):
+def weights(codes, meta, dtype: gl.constexpr, layout: gl.constexpr):
     """Return [HALF, CHUNK] of code - zero, in registers, from int16 [HALF, CHUNK / 4]."""
     chunk: gl.constexpr = codes.shape[1] * 4
     # The same registers hold them: a thread's outputs are those of its sums.
@@ -81,215 +94,8 @@ def _weights(codes, meta, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _meta(meta_ring, slot, first, sums: gl.constexpr):
-    """Return the scales and zero points of a half's outputs: int32 [HALF]."""
-    return meta_ring.index(slot).slice(first, HALF).load(gl.SliceLayout(1, sums))
-
-
-@gluon.jit
-def _flat(ring):
-    """Return int32 [STAGES, BLOCK_N] of a ring of rows, [STAGES, 1, BLOCK_N]."""
-    order: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    shape: gl.constexpr = [ring.shape[0], ring.shape[2]]
-    return ring._reinterpret(gl.int32, shape, order)  # noqa: SLF001 - there is no other way
-
-
-@gluon.jit
-def _scale(meta):
+def scale_of(meta):
     return (meta & -16).to(gl.float32, bitcast=True)[:, None]
-
-
-@gluon.jit
-def _load_weights(descs, rings, bar, slot, tile, chunk, sizes, CHUNKS_A_GROUP: gl.constexpr):
-    """Begin a unit: of the slot's bytes, all that no kernel of a step writes."""
-    codes_desc, x_desc, meta_desc = descs
-    codes_ring, x_ring, meta_ring = rings
-    N, padded_n, num_rows, chunks, units, span = sizes
-    PIECES: gl.constexpr = x_ring.shape[0] // codes_ring.shape[0]
-    BLOCK_N: gl.constexpr = codes_ring.shape[1]
-    mbarrier.expect(
-        bar,
-        codes_desc.block_type.nbytes
-        + PIECES * x_desc.block_type.nbytes
-        + meta_desc.block_type.nbytes,
-    )
-    at = chunk * padded_n + tile * BLOCK_N
-    tma.async_copy_global_to_shared(codes_desc, [at, 0], bar, codes_ring.index(slot))
-    tma.async_copy_global_to_shared(
-        meta_desc, [chunk // CHUNKS_A_GROUP, tile * BLOCK_N], bar, meta_ring.index(slot)
-    )
-
-
-@gluon.jit
-def _load_rows(descs, rings, bar, slot, chunk):
-    codes_desc, x_desc, meta_desc = descs
-    codes_ring, x_ring, meta_ring = rings
-    PIECES: gl.constexpr = x_ring.shape[0] // codes_ring.shape[0]
-    PIECE: gl.constexpr = x_ring.shape[1]
-    CHUNK: gl.constexpr = x_ring.shape[2]
-    for piece in gl.static_range(PIECES):
-        tma.async_copy_global_to_shared(
-            x_desc, [piece * PIECE, chunk * CHUNK], bar, x_ring.index(slot * PIECES + piece)
-        )
-
-
-@gluon.jit
-def _produce(
-    descs,
-    rings,
-    bars,
-    low,
-    high,
-    sizes,
-    CHUNKS_A_GROUP: gl.constexpr,
-    DEPENDENT: gl.constexpr,
-):
-    """Keep the rings full, a unit a slot.
-
-    A dependent launch asks for as many weights as the ring holds, then waits for the kernel before,
-    whose results the rows are. The sides touch nothing that kernels write before rows have come.
-    """
-    full, free = bars
-    N, padded_n, num_rows, chunks, units, span = sizes
-    STAGES: gl.constexpr = rings[0].shape[0]
-    slot = 0
-    phase = 1  # a new barrier's last phase counts as done: the first round finds every slot free
-    if DEPENDENT:
-        begun = gl.minimum(high, low + STAGES)
-        for unit in range(low, begun):
-            tile = unit // chunks
-            at = unit - low
-            _load_weights(
-                descs, rings, full.index(at), at, tile, unit - tile * chunks, sizes, CHUNKS_A_GROUP
-            )
-        _turn("griddepcontrol.wait; // $0")
-        for unit in range(low, begun):
-            at = unit - low
-            _load_rows(descs, rings, full.index(at), at, unit % chunks)
-        low = begun
-        phase = 0
-    tile = low // chunks
-    chunk = low - tile * chunks
-    for _ in range(low, high):
-        bar = full.index(slot)
-        mbarrier.wait(free.index(slot), phase)
-        _load_weights(descs, rings, bar, slot, tile, chunk, sizes, CHUNKS_A_GROUP)
-        _load_rows(descs, rings, bar, slot, chunk)
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
-        chunk += 1
-        if chunk == chunks:
-            chunk = 0
-            tile += 1
-
-
-@gluon.jit
-def _turn(instruction: gl.constexpr):
-    """Let the next kernel start, or wait for the one before: see `dependent_launch`."""
-    gl.inline_asm_elementwise(instruction, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _parts_at(acc, part_ptr, half: gl.constexpr, piece: gl.constexpr, PIECES: gl.constexpr):
-    """Return where a part's sums [HALF, PIECE] lie, of [SIDE, PIECES * PIECE]."""
-    ROWS: gl.constexpr = PIECES * acc.shape[1]
-    layout: gl.constexpr = acc.type.layout
-    inner = half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
-    rows = piece * acc.shape[1] + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
-    return part_ptr + inner[:, None] * ROWS + rows[None, :]
-
-
-@gluon.jit
-def _save(acc, part_ptr, half: gl.constexpr, piece: gl.constexpr, PIECES: gl.constexpr):
-    gl.store(_parts_at(acc, part_ptr, half, piece, PIECES), acc)
-
-
-@gluon.jit
-def _gathered(
-    acc, part_ptr, count, apart, half: gl.constexpr, piece: gl.constexpr, PIECES: gl.constexpr
-):
-    """Return the sum of `count` parts, in order; `apart` floats lie between them."""
-    # As many are loaded at a time as registers hold.
-    TOGETHER: gl.constexpr = 128 // (PIECES * acc.shape[1])
-    at = _parts_at(acc, part_ptr, half, piece, PIECES)
-    total = gl.zeros_like(acc)
-    for index in range(0, count, TOGETHER):
-        if TOGETHER == 8:
-            p0 = _part(at, index, count, apart)
-            p1 = _part(at, index + 1, count, apart)
-            p2 = _part(at, index + 2, count, apart)
-            p3 = _part(at, index + 3, count, apart)
-            p4 = _part(at, index + 4, count, apart)
-            p5 = _part(at, index + 5, count, apart)
-            p6 = _part(at, index + 6, count, apart)
-            p7 = _part(at, index + 7, count, apart)
-            total = total + p0 + p1 + p2 + p3 + p4 + p5 + p6 + p7
-        elif TOGETHER == 4:
-            p0 = _part(at, index, count, apart)
-            p1 = _part(at, index + 1, count, apart)
-            p2 = _part(at, index + 2, count, apart)
-            p3 = _part(at, index + 3, count, apart)
-            total = total + p0 + p1 + p2 + p3
-        elif TOGETHER == 2:
-            p0 = _part(at, index, count, apart)
-            p1 = _part(at, index + 1, count, apart)
-            total = total + p0 + p1
-        else:
-            total = total + _part(at, index, count, apart)
-    return total
-
-
-@gluon.jit
-def _part(at, index, count, apart):
-    return gl.load(at + index * apart, mask=index < count, other=0.0, cache_modifier=".cg")
-
-
-@gluon.jit
-def _store(
-    acc,
-    pointers,
-    sizes,
-    output,
-    half: gl.constexpr,
-    piece: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    dtype: gl.constexpr,
-):
-    """Write sums [HALF, PIECE] to out [T, N], 16 bytes of a row a thread."""
-    bias_ptr, out_ptr, part_ptr, arrivals = pointers
-    N, padded_n, num_rows, chunks, units, span = sizes
-    first = output + half * HALF
-    if HAS_BIAS:
-        outputs = first + gl.arange(0, HALF, layout=gl.SliceLayout(1, acc.type.layout))
-        bias = gl.load(bias_ptr + outputs, mask=outputs < N, other=0.0)
-        acc += bias.to(gl.float32)[:, None]
-    order: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    values = gl.convert_layout(acc.to(dtype), order)
-    outputs = first + gl.arange(0, HALF, layout=gl.SliceLayout(1, order))
-    rows = piece * acc.shape[1] + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, order))
-    is_place = (outputs < N)[:, None] & (rows < num_rows)[None, :]
-    gl.store(out_ptr + rows[None, :] * N + outputs[:, None], values, mask=is_place)
-
-
-@gluon.jit
-def _sharers(sizes, tile):
-    """Return the first program of a tile, and how many others it has."""
-    N, padded_n, num_rows, chunks, units, span = sizes
-    first = (tile * chunks) // span
-    last = (gl.minimum((tile + 1) * chunks, units) - 1) // span
-    return first, last - first
-
-
-@gluon.jit
-def _arrived_last(arrival, others):
-    """Tell whether all other programs of a tile have stored their parts; the last resets."""
-    gl.thread_barrier()  # all of this side's stores, before its arrival
-    is_last = gl.atomic_add(arrival, 1, sem="acq_rel") == others
-    if is_last:
-        gl.store(arrival, 0)  # for the next launch
-    return is_last
 
 
 @gluon.jit
@@ -303,7 +109,7 @@ def _consume_narrow(  # noqa: C901 - as compiled, each order has few branches
     """Multiply one side of each unit by up to 64 rows; `HopperShape.order` says in which order."""
     rings, bars, pointers, sizes, low, high = common
     codes_ring, x_ring, meta_rows = rings
-    meta_ring = _flat(meta_rows)
+    meta_ring = flat(meta_rows)
     full, free = bars
     bias_ptr, out_ptr, part_ptr, arrivals = pointers
     N, padded_n, num_rows, chunks, units, span = sizes
@@ -326,18 +132,18 @@ def _consume_narrow(  # noqa: C901 - as compiled, each order has few branches
             mbarrier.wait(full.index(slot), phase)
             x = x_ring.index(slot).permute((1, 0))
             codes = codes_ring.index(slot)
-            meta0 = _meta(meta_ring, slot, side * SIDE, sums)
-            meta1 = _meta(meta_ring, slot, side * SIDE + HALF, sums)
-            w0 = _weights(codes.slice(side * SIDE, HALF).load(left), meta0, dtype, left)
+            meta0 = meta_of(meta_ring, slot, side * SIDE, HALF, sums)
+            meta1 = meta_of(meta_ring, slot, side * SIDE + HALF, HALF, sums)
+            w0 = weights(codes.slice(side * SIDE, HALF).load(left), meta0, dtype, left)
             part0 = warpgroup_mma(w0, x, zero, use_acc=False, is_async=True)
             if ORDER == "in turn":
                 part0, w0 = warpgroup_mma_wait(0, deps=[part0, w0])
-                acc0 += part0 * _scale(meta0)
-            w1 = _weights(codes.slice(side * SIDE + HALF, HALF).load(left), meta1, dtype, left)
+                acc0 += part0 * scale_of(meta0)
+            w1 = weights(codes.slice(side * SIDE + HALF, HALF).load(left), meta1, dtype, left)
             part1 = warpgroup_mma(w1, x, zero, use_acc=False, is_async=True)
             if ORDER != "in turn":
                 part0, w0 = warpgroup_mma_wait(1, deps=[part0, w0])
-                acc0 += part0 * _scale(meta0)
+                acc0 += part0 * scale_of(meta0)
             if UNITS == 2:
                 before = slot
                 before1 = meta1
@@ -348,40 +154,40 @@ def _consume_narrow(  # noqa: C901 - as compiled, each order has few branches
                 mbarrier.wait(full.index(slot), phase)
                 x = x_ring.index(slot).permute((1, 0))
                 codes = codes_ring.index(slot)
-                meta0 = _meta(meta_ring, slot, side * SIDE, sums)
-                meta1 = _meta(meta_ring, slot, side * SIDE + HALF, sums)
-                w0 = _weights(codes.slice(side * SIDE, HALF).load(left), meta0, dtype, left)
+                meta0 = meta_of(meta_ring, slot, side * SIDE, HALF, sums)
+                meta1 = meta_of(meta_ring, slot, side * SIDE + HALF, HALF, sums)
+                w0 = weights(codes.slice(side * SIDE, HALF).load(left), meta0, dtype, left)
                 part0 = warpgroup_mma(w0, x, zero, use_acc=False, is_async=True)
                 part1, w1 = warpgroup_mma_wait(1, deps=[part1, w1])
                 gl.thread_barrier()
                 mbarrier.arrive(free.index(before), count=1)
-                acc1 += part1 * _scale(before1)
-                w1 = _weights(codes.slice(side * SIDE + HALF, HALF).load(left), meta1, dtype, left)
+                acc1 += part1 * scale_of(before1)
+                w1 = weights(codes.slice(side * SIDE + HALF, HALF).load(left), meta1, dtype, left)
                 part1 = warpgroup_mma(w1, x, zero, use_acc=False, is_async=True)
                 part0, w0 = warpgroup_mma_wait(1, deps=[part0, w0])
-                acc0 += part0 * _scale(meta0)
+                acc0 += part0 * scale_of(meta0)
             part1, w1 = warpgroup_mma_wait(0, deps=[part1, w1])
             gl.thread_barrier()  # all four warps are done with the slot
             mbarrier.arrive(free.index(slot), count=1)
-            acc1 += part1 * _scale(meta1)
+            acc1 += part1 * scale_of(meta1)
             slot += 1
             if slot == STAGES:
                 slot = 0
                 phase ^= 1
-        first, others = _sharers(sizes, tile)
+        first, others = sharers(sizes, tile)
         is_last = others == 0
         if others > 0:
             parts = part_ptr + ((tile + first) * SIDES + side) * (SIDE * ROWS)
             mine = parts + (gl.program_id(0) - first) * (SIDES * SIDE * ROWS)
-            _save(acc0, mine, 0, 0, 1)
-            _save(acc1, mine, 1, 0, 1)
-            is_last = _arrived_last(arrivals + tile * SIDES + side, others)
+            save(acc0, mine, 0, 0, 1)
+            save(acc1, mine, 1, 0, 1)
+            is_last = arrived_last(arrivals + tile * SIDES + side, others)
             if is_last:
-                acc0 = _gathered(acc0, parts, others + 1, SIDES * SIDE * ROWS, 0, 0, 1)
-                acc1 = _gathered(acc1, parts, others + 1, SIDES * SIDE * ROWS, 1, 0, 1)
+                acc0 = gathered(acc0, parts, others + 1, SIDES * SIDE * ROWS, 0, 0, 1, 128 // ROWS)
+                acc1 = gathered(acc1, parts, others + 1, SIDES * SIDE * ROWS, 1, 0, 1, 128 // ROWS)
         if is_last:
-            _store(acc0, pointers, sizes, output, 0, 0, HAS_BIAS, dtype)
-            _store(acc1, pointers, sizes, output, 1, 0, HAS_BIAS, dtype)
+            store(acc0, pointers, sizes, output, 0, 0, HAS_BIAS, dtype)
+            store(acc1, pointers, sizes, output, 1, 0, HAS_BIAS, dtype)
 
 
 @gluon.jit
@@ -398,7 +204,7 @@ def _consume_wide(
     """
     rings, bars, pointers, sizes, low, high = common
     codes_ring, x_ring, meta_rows = rings
-    meta_ring = _flat(meta_rows)
+    meta_ring = flat(meta_rows)
     full, free = bars
     bias_ptr, out_ptr, part_ptr, arrivals = pointers
     N, padded_n, num_rows, chunks, units, span = sizes
@@ -424,48 +230,48 @@ def _consume_wide(
             x0 = x_ring.index(2 * slot).permute((1, 0))
             x1 = x_ring.index(2 * slot + 1).permute((1, 0))
             codes = codes_ring.index(slot)
-            meta0 = _meta(meta_ring, slot, side * SIDE, sums)
-            meta1 = _meta(meta_ring, slot, side * SIDE + HALF, sums)
-            w = _weights(codes.slice(side * SIDE, HALF).load(left), meta0, dtype, left)
+            meta0 = meta_of(meta_ring, slot, side * SIDE, HALF, sums)
+            meta1 = meta_of(meta_ring, slot, side * SIDE + HALF, HALF, sums)
+            w = weights(codes.slice(side * SIDE, HALF).load(left), meta0, dtype, left)
             part = warpgroup_mma(w, x0, zero, use_acc=False, is_async=True)
             part = warpgroup_mma_wait(0, deps=[part])
-            acc00 += part * _scale(meta0)
+            acc00 += part * scale_of(meta0)
             part = warpgroup_mma(w, x1, zero, use_acc=False, is_async=True)
             part, w = warpgroup_mma_wait(0, deps=[part, w])
-            acc01 += part * _scale(meta0)
-            w = _weights(codes.slice(side * SIDE + HALF, HALF).load(left), meta1, dtype, left)
+            acc01 += part * scale_of(meta0)
+            w = weights(codes.slice(side * SIDE + HALF, HALF).load(left), meta1, dtype, left)
             part = warpgroup_mma(w, x0, zero, use_acc=False, is_async=True)
             part = warpgroup_mma_wait(0, deps=[part])
-            acc10 += part * _scale(meta1)
+            acc10 += part * scale_of(meta1)
             part = warpgroup_mma(w, x1, zero, use_acc=False, is_async=True)
             part, w = warpgroup_mma_wait(0, deps=[part, w])
             gl.thread_barrier()  # all four warps are done with the slot
             mbarrier.arrive(free.index(slot), count=1)
-            acc11 += part * _scale(meta1)
+            acc11 += part * scale_of(meta1)
             slot += 1
             if slot == STAGES:
                 slot = 0
                 phase ^= 1
-        first, others = _sharers(sizes, tile)
+        first, others = sharers(sizes, tile)
         is_last = others == 0
         if others > 0:
             parts = part_ptr + ((tile + first) * SIDES + side) * PART
             mine = parts + (gl.program_id(0) - first) * (SIDES * PART)
-            _save(acc00, mine, 0, 0, 2)
-            _save(acc01, mine, 0, 1, 2)
-            _save(acc10, mine, 1, 0, 2)
-            _save(acc11, mine, 1, 1, 2)
-            is_last = _arrived_last(arrivals + tile * SIDES + side, others)
+            save(acc00, mine, 0, 0, 2)
+            save(acc01, mine, 0, 1, 2)
+            save(acc10, mine, 1, 0, 2)
+            save(acc11, mine, 1, 1, 2)
+            is_last = arrived_last(arrivals + tile * SIDES + side, others)
             if is_last:
-                acc00 = _gathered(acc00, parts, others + 1, SIDES * PART, 0, 0, 2)
-                acc01 = _gathered(acc01, parts, others + 1, SIDES * PART, 0, 1, 2)
-                acc10 = _gathered(acc10, parts, others + 1, SIDES * PART, 1, 0, 2)
-                acc11 = _gathered(acc11, parts, others + 1, SIDES * PART, 1, 1, 2)
+                acc00 = gathered(acc00, parts, others + 1, SIDES * PART, 0, 0, 2, 1)
+                acc01 = gathered(acc01, parts, others + 1, SIDES * PART, 0, 1, 2, 1)
+                acc10 = gathered(acc10, parts, others + 1, SIDES * PART, 1, 0, 2, 1)
+                acc11 = gathered(acc11, parts, others + 1, SIDES * PART, 1, 1, 2, 1)
         if is_last:
-            _store(acc00, pointers, sizes, output, 0, 0, HAS_BIAS, dtype)
-            _store(acc01, pointers, sizes, output, 0, 1, HAS_BIAS, dtype)
-            _store(acc10, pointers, sizes, output, 1, 0, HAS_BIAS, dtype)
-            _store(acc11, pointers, sizes, output, 1, 1, HAS_BIAS, dtype)
+            store(acc00, pointers, sizes, output, 0, 0, HAS_BIAS, dtype)
+            store(acc01, pointers, sizes, output, 0, 1, HAS_BIAS, dtype)
+            store(acc10, pointers, sizes, output, 1, 0, HAS_BIAS, dtype)
+            store(acc11, pointers, sizes, output, 1, 1, HAS_BIAS, dtype)
 
 
 @gluon.jit
@@ -507,7 +313,7 @@ def int4_hopper_kernel(
     DEPENDENT: gl.constexpr,
 ):
     if DEPENDENT:
-        _turn("griddepcontrol.launch_dependents; // $0")
+        turn("griddepcontrol.launch_dependents; // $0")
     BLOCK_N: gl.constexpr = codes_desc.block_type.shape[0]
     QUARTER: gl.constexpr = codes_desc.block_type.shape[1]
     PIECE: gl.constexpr = x_desc.block_type.shape[0]
@@ -538,14 +344,14 @@ def int4_hopper_kernel(
             [
                 (_consume, (common, 0, SIDES, HAS_BIAS, ORDER)),
                 (_consume, (common, 1, SIDES, HAS_BIAS, ORDER)),
-                (_produce, producer),
+                (produce, producer),
             ],
             [4, 1],
             [REGISTERS, 24],
         )
     else:
         gl.warp_specialize(
-            [(_consume, (common, 0, SIDES, HAS_BIAS, ORDER)), (_produce, producer)],
+            [(_consume, (common, 0, SIDES, HAS_BIAS, ORDER)), (produce, producer)],
             [1],
             [24],
         )
@@ -581,29 +387,21 @@ class HopperShape:
 
     def stages(self, rows: int, chunk: int) -> int:
         """Return how many units the ring holds, for tiles of so many rows."""
-        unit = self.sides * _SIDE * (chunk // 2 + 4) + rows * chunk * 2
-        return min(_MOST_STAGES, (_SHARED_BYTES // self.programs - _OTHER_SHARED_BYTES) // unit)
+        return stages(unit_bytes(self.sides * _SIDE, rows, chunk), self.programs)
 
-    def cut(self, outputs: int, chunks: int, multiprocessors: int) -> tuple[int, int, int]:
-        """Return tiles, units a program and programs: of the layer and the GPU alone."""
+    def cut(self, outputs: int, chunks: int, multiprocessors: int) -> Cut:
+        """Return how a layer is laid over so many multiprocessors."""
         tiles = -(-outputs // (self.sides * _SIDE))
-        units = tiles * chunks
-        span = max(-(-units // (multiprocessors * self.programs)), min(self.least_span, chunks))
-        if self.order == "two units":  # of the same tile: so chunks are even, and spans are
-            span += span % 2
-        return tiles, span, -(-units // span)
+        # Two units of a run are of the same tile: so chunks are even, and spans are.
+        multiple = 2 if self.order == "two units" else 1
+        return Cut.of(tiles, chunks, multiprocessors * self.programs, self.least_span, multiple)
 
     def parts(self, outputs: int, chunks: int, rows: int, multiprocessors: int) -> int:
         """Return the floats that parts of sums take, for tiles of so many rows."""
-        tiles, _, programs = self.cut(outputs, chunks, multiprocessors)
-        return (tiles + programs) * self.sides * _SIDE * rows
+        cut = self.cut(outputs, chunks, multiprocessors)
+        return (cut.tiles + cut.programs) * self.sides * _SIDE * rows
 
 
-_SHARED_BYTES = 227 * 1024
-"""Of a Hopper multiprocessor's programs together."""
-_OTHER_SHARED_BYTES = 9 * 1024
-"""Of a program beside the ring: for the order of stores, barriers, and what the runtime takes."""
-_MOST_STAGES = 8
 _REGISTERS = {(1, 1): (128, 232), (1, 2): (128, 232), (2, 1): (168, 240), (2, 2): (80, 104)}
 
 
@@ -649,27 +447,13 @@ _WIDE = 132 * 2 * _SIDE
 """Outputs: a tile of two sides for each multiprocessor."""
 
 
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def reserved_parts(outputs: int, chunks: int, device: torch.device) -> int:
     """Return the floats of parts that any candidate needs for a layer."""
     return max(
-        shape.parts(outputs, chunks, rows, _multiprocessors(device))
+        shape.parts(outputs, chunks, rows, multiprocessors(device))
         for rows, shapes in CANDIDATES.items()
         for shape in shapes
     )
-
-
-META_LAYOUT = gl.NVMMASharedLayout(0, 32, 2)
-"""Scales and zero points in shared memory: one row, as it is."""
-
-
-def shared_layout(columns: int) -> gl.NVMMASharedLayout:
-    """Return the order of 16-bit rows in shared memory, swizzled over up to 128 bytes."""
-    return gl.NVMMASharedLayout(min(128, 2 * columns), 16, 2)
 
 
 def int4_hopper(
@@ -691,33 +475,17 @@ def int4_hopper(
         shape: Instead of the usual one.
         out_TO: Where the result goes, contiguous; by default into new memory.
     """
-    rows, inputs = x_TI.shape
-    chunks, padded, quarter = weight.codes.shape
+    rows = x_TI.shape[0]
+    chunks, padded, _ = weight.codes.shape
     block_m, usual = shape_for(rows, weight.outputs)
     shape = shape or usual
-    pieces = 2 if block_m > 64 else 1
+    pieces = 2 if block_m > _NARROW else 1
     registers, side_registers = shape.registers
-    block_n = shape.sides * _SIDE
-    tiles, span, programs = shape.cut(weight.outputs, chunks, _multiprocessors(x_TI.device))
+    cut = shape.cut(weight.outputs, chunks, multiprocessors(x_TI.device))
     if out_TO is None:
         out_TO = torch.empty(rows, weight.outputs, dtype=x_TI.dtype, device=x_TI.device)
-    codes = TensorDescriptor(
-        weight.codes,
-        [chunks * padded, quarter],
-        [quarter, 1],
-        [block_n, quarter],
-        shared_layout(quarter),
-    )
-    x = TensorDescriptor(
-        x_TI,
-        [rows, inputs],
-        [inputs, 1],
-        [block_m // pieces, weight.chunk],
-        shared_layout(weight.chunk),
-    )
-    groups = weight.meta.shape[0]
-    meta = TensorDescriptor(weight.meta, [groups, padded], [padded, 1], [1, block_n], META_LAYOUT)
-    int4_hopper_kernel[(programs,)](
+    codes, x, meta = descriptors(x_TI, weight, shape.sides * _SIDE, block_m // pieces, weight.chunk)
+    int4_hopper_kernel[(cut.programs,)](
         codes,
         x,
         meta,
@@ -729,8 +497,8 @@ def int4_hopper(
         weight.outputs,
         padded,
         chunks,
-        tiles * chunks,
-        span,
+        cut.tiles * chunks,
+        cut.span,
         PIECES=pieces,
         CHUNKS_A_GROUP=weight.chunks_a_group,
         HAS_BIAS=bias_O is not None,

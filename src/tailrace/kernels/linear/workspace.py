@@ -46,7 +46,14 @@ class Workspace:
         self._wide: Tensor | None = None
 
     def reserve(
-        self, *, outputs: int, splits: int, rows: int, wide: int = 0, parts: int = 0
+        self,
+        *,
+        outputs: int,
+        splits: int,
+        rows: int,
+        wide: int = 0,
+        parts: int = 0,
+        arrivals: int = 0,
     ) -> None:
         """Have room for a layer.
 
@@ -56,6 +63,7 @@ class Workspace:
             rows: The most that its split product takes.
             wide: Elements of its weight, where that is to be written out.
             parts: Floats of parts, where its kernel lays them out in a way of its own.
+            arrivals: Likewise, where it counts more than one a tile.
 
         Raises:
             EngineError: A product has run already, and captured graphs may hold the old addresses.
@@ -65,7 +73,8 @@ class Workspace:
                 raise EngineError("a quantised layer was added after one had run")
             usual = splits * rows * outputs if splits > 1 else 0
             self._parts = max(self._parts, usual, parts)
-            self._tiles = max(self._tiles, -(-outputs // _WIDEST) * (_WIDEST // _TILE))
+            tiles = -(-outputs // _WIDEST) * (_WIDEST // _TILE)
+            self._tiles = max(self._tiles, tiles, arrivals)
             self._elements = max(self._elements, wide)
 
     @property

@@ -1,0 +1,457 @@
+"""A linear layer of few rows over a weight in 4 bits, for Hopper: scaled before the product.
+
+`triton_hopper_int4` multiplies whole numbers, and takes each group's sums to registers to scale
+them. Here a weight is scaled as it is unpacked,
+
+    w = (code - zero) * scale            each product rounded to the rows' dtype, as the scale is
+
+which is what AutoAWQ's and vLLM's kernels multiply by. So one accumulator runs over all inputs of a
+tile, nothing but the tensor core touches it, and a product is in flight at all times, from one unit
+to the next: while it runs, the side unpacks what comes after it.
+
+    step      half 0, 64 inputs | half 0, the next 64 | half 1 ...
+    side      unpack 0 | unpack 1 | unpack 2 | ...
+    tensor core        | product 0 | product 1 | ...         before unpack i + 1: wait for i - 1
+
+`triton_hopper_ring` says what the rest is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from tailrace.kernels.dependent_launch import launch_options
+from tailrace.kernels.linear.triton_hopper_ring import (
+    Cut,
+    added,
+    descriptors,
+    flat,
+    meta_of,
+    multiprocessors,
+    produce,
+    save,
+    sharers,
+    stages,
+    store,
+    turn,
+    unit_bytes,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tailrace.kernels.linear.packed_int4 import PackedInt4
+    from tailrace.kernels.linear.workspace import SplitScratch
+
+_STEP = 64
+STEP = gl.constexpr(_STEP)
+"""Inputs of one product."""
+
+# A register holds two neighbouring int16 words, and a word four nibbles; $0 and $1 become the
+# floats of two nibbles of both. $3 and $4 hold minus the zero point with the exponent's offset, $5
+# the scale, twice each. 0xea is (a & b) | c.
+_BFLOAT16 = """
+{
+    .reg .b32 shifted, value, one;
+    mov.b32 one, 0x3f803f80;
+    FIRST
+    lop3.b32 value, shifted, 0x000f000f, 0x43004300, 0xea;
+    fma.rn.bf16x2 value, value, one, $3;
+    mul.rn.bf16x2 $0, value, $4;
+    shr.u32 shifted, $2, SECOND;
+    lop3.b32 value, shifted, 0x000f000f, 0x43004300, 0xea;
+    fma.rn.bf16x2 value, value, one, $3;
+    mul.rn.bf16x2 $1, value, $4;
+}
+"""
+# float16 has ten bits of mantissa: the second nibble need not be shifted down, as 16 x it fits.
+_FLOAT16 = """
+{
+    .reg .b32 shifted, value, sixteenth;
+    mov.b32 sixteenth, 0x2c002c00;
+    FIRST
+    lop3.b32 value, shifted, 0x000f000f, 0x64006400, 0xea;
+    add.rn.f16x2 value, value, $3;
+    mul.rn.f16x2 $0, value, $5;
+    lop3.b32 value, shifted, 0x00f000f0, 0x64006400, 0xea;
+    fma.rn.f16x2 value, value, sixteenth, $4;
+    mul.rn.f16x2 $1, value, $5;
+}
+"""
+
+
+def _assembler(text: str, first: str, second: str = "") -> gl.constexpr:
+    return gl.constexpr(text.replace("FIRST", first).replace("SECOND", second))
+
+
+_UNSHIFTED = "mov.b32 shifted, $2;"
+_SHIFTED = "shr.u32 shifted, $2, 8;"
+BFLOAT16_LOW = _assembler(_BFLOAT16, _UNSHIFTED, "4")
+BFLOAT16_HIGH = _assembler(_BFLOAT16, _SHIFTED, "12")
+FLOAT16_LOW = _assembler(_FLOAT16, _UNSHIFTED)
+FLOAT16_HIGH = _assembler(_FLOAT16, _SHIFTED)
+
+
+@gluon.jit
+def _nibbles(codes, meta, dtype: gl.constexpr, IS_HIGH: gl.constexpr):
+    """Return two nibbles' weights, in `dtype`, each [BAND, CHUNK / 4], from int16 of that shape."""
+    zeros = meta & 15
+    scale = (meta & -16).to(gl.float32, bitcast=True).to(dtype)[:, None].broadcast_to(codes.shape)
+    if dtype == gl.bfloat16:
+        offsets = (zeros | 0xC300).to(gl.int16)[:, None].broadcast_to(codes.shape)
+        w0, w1 = gl.inline_asm_elementwise(
+            BFLOAT16_HIGH if IS_HIGH else BFLOAT16_LOW,
+            "=r,=r,r,r,r",
+            args=[codes, offsets, scale],
+            dtype=(gl.bfloat16, gl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        offsets = (zeros | 0xE400).to(gl.int16)[:, None].broadcast_to(codes.shape)
+        sixteenths = ((zeros << 4) | 0xD400).to(gl.int16)[:, None].broadcast_to(codes.shape)
+        w0, w1 = gl.inline_asm_elementwise(
+            FLOAT16_HIGH if IS_HIGH else FLOAT16_LOW,
+            "=r,=r,r,r,r,r",
+            args=[codes, offsets, sixteenths, scale],
+            dtype=(gl.float16, gl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return w0, w1
+
+
+@gluon.jit
+def _weights(codes, meta, dtype: gl.constexpr, step: gl.constexpr, layout: gl.constexpr):
+    """Return [BAND, STEP] of scaled weights, in registers, from int16 [BAND, CHUNK / 4]."""
+    # The same registers hold them: a thread's outputs are those of its sums.
+    meta = gl.convert_layout(meta, gl.SliceLayout(1, layout), assert_trivial=True)
+    # Nibble i is the i-th quarter of the chunk: the quarters side by side, without a move.
+    if codes.shape[1] * 4 == STEP:
+        w0, w1 = _nibbles(codes, meta, dtype, False)
+        w2, w3 = _nibbles(codes, meta, dtype, True)
+        quarters = gl.join(gl.join(w0, w1), gl.join(w2, w3)).permute(0, 3, 2, 1)
+    else:
+        w0, w1 = _nibbles(codes, meta, dtype, step == 1)
+        quarters = gl.join(w0, w1).permute(0, 2, 1)
+    return gl.convert_layout(quarters.reshape(codes.shape[0], STEP), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _put(accs, band: gl.constexpr, acc):
+    """Return the sums with a band's replaced."""
+    return accs[:band] + (acc,) + accs[band + 1 :]  # noqa: RUF005 - Gluon knows no stars
+
+
+@gluon.jit
+def _multiplied(accs, rings, bars, slot, before, is_held, sums: gl.constexpr):
+    """Return the sums with a unit's begun products; hand back the slot before, if it `is_held`."""
+    codes_ring, x_ring, meta_rows = rings
+    meta_ring = flat(meta_rows)
+    full, free = bars
+    BANDS: gl.constexpr = len(accs)
+    BAND: gl.constexpr = 16 * gl.num_warps()
+    BOXES: gl.constexpr = codes_ring.shape[0] // full.shape[0]
+    BOX: gl.constexpr = codes_ring.shape[1]
+    STEPS: gl.constexpr = x_ring.shape[0] // full.shape[0]
+    dtype: gl.constexpr = x_ring.dtype
+    left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
+    # A product reads its registers until it is done: a loop's only step would unpack into them.
+    FLYING: gl.constexpr = 1 if BANDS * STEPS > 1 else 0
+    for band in gl.static_range(BANDS):
+        box = slot * BOXES + band * BAND // BOX
+        codes = codes_ring.index(box).slice(band * BAND % BOX, BAND)
+        meta = meta_of(meta_ring, box, band * BAND % BOX, BAND, sums)
+        for step in gl.static_range(STEPS):
+            # Loaded again: with the first step's words, all of a band would be unpacked before its
+            # first product begins.
+            words = codes.load(left)
+            w = _weights(words, meta, dtype, step, left)
+            x = x_ring.index(slot * STEPS + step).permute((1, 0))
+            accs = _put(accs, band, warpgroup_mma(w, x, accs[band], is_async=True))
+            # For all but this product: the one before has left its registers.
+            w = warpgroup_mma_wait(FLYING, deps=[w])
+            if band == 0 and step == 0:
+                gl.thread_barrier()  # all warps are done with the unit before
+                mbarrier.arrive(free.index(before), count=1, pred=is_held)
+    return accs
+
+
+@gluon.jit
+def _consume(common, TILE: gl.constexpr, HAS_BIAS: gl.constexpr):
+    """Multiply each unit by its rows, band after band of its outputs."""
+    rings, bars, pointers, sizes, low, high = common
+    full, free = bars
+    bias_ptr, out_ptr, part_ptr, arrivals = pointers
+    N, padded_n, num_rows, chunks, units, span = sizes
+    STAGES: gl.constexpr = full.shape[0]
+    WARPS: gl.constexpr = gl.num_warps()
+    BAND: gl.constexpr = 16 * WARPS
+    ROWS: gl.constexpr = rings[1].shape[1]
+    PART: gl.constexpr = TILE * ROWS
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+    slot = 0
+    phase = 0
+    for tile in range(low // chunks, (high - 1) // chunks + 1):
+        begin = gl.maximum(low - tile * chunks, 0)
+        end = gl.minimum(high - tile * chunks, chunks)
+        zero = warpgroup_mma_init(gl.zeros([BAND, ROWS], gl.float32, layout=sums))
+        accs = (zero,) * (TILE // BAND)
+        before = slot
+        for chunk in range(begin, end):
+            mbarrier.wait(full.index(slot), phase)
+            accs = _multiplied(accs, rings, bars, slot, before, chunk > begin, sums)
+            before = slot
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase ^= 1
+        for band in gl.static_range(len(accs)):
+            accs = _put(accs, band, warpgroup_mma_wait(0, deps=[accs[band]]))
+        gl.thread_barrier()
+        mbarrier.arrive(free.index(before), count=1)
+        first, others = sharers(sizes, tile)
+        parts = part_ptr + (tile + first) * PART
+        mine = gl.program_id(0) - first
+        accs, is_last = _met(accs, parts, arrivals + first, mine, others, PART)
+        if is_last:
+            for band in gl.static_range(len(accs)):
+                store(accs[band], pointers, sizes, tile * TILE, band, 0, HAS_BIAS, rings[1].dtype)
+
+
+@gluon.jit
+def _met(accs, part_ptr, arrivals, mine, others, PART: gl.constexpr):
+    """Add up a tile's parts, pair by pair; return the sums, and whether they are the whole tile's.
+
+    The programs of a tile, 0 to `others`, are the leaves of a tree. Of the two sides of a pair, the
+    one that comes first leaves its sums and ends; the other adds them to its own and goes up. So
+    the sums' order is the tree's, whoever comes last, and nobody reads more than a part a level.
+    """
+    BANDS: gl.constexpr = len(accs)
+    is_alive = True
+    step = 1
+    while is_alive & (step <= others):
+        left = mine - mine % (2 * step)
+        right = left + step
+        if right <= others:  # else there is nobody to meet
+            # Counted where the right side begins: no other pair begins one there.
+            begin = gl.where(mine < right, left, right)
+            is_second = gl.atomic_add(arrivals + right, 0, sem="acquire") == 1
+            if not is_second:
+                for band in gl.static_range(BANDS):
+                    save(accs[band], part_ptr + begin * PART, band, 0, 1)
+                gl.thread_barrier()  # all stores, before the arrival
+                is_second = gl.atomic_add(arrivals + right, 1, sem="acq_rel") == 1
+            if is_second:
+                gl.store(arrivals + right, 0)  # for the next launch
+                other = part_ptr + (left + right - begin) * PART
+                for band in gl.static_range(BANDS):
+                    acc = added(accs[band], other, band)
+                    accs = _put(accs, band, acc)
+            is_alive = is_second
+        step *= 2
+    return accs, is_alive
+
+
+@gluon.jit(do_not_specialize=["num_rows", "chunks", "units", "span"])
+def int4_scaled_kernel(
+    codes_desc,
+    x_desc,
+    meta_desc,
+    bias_ptr,
+    out_ptr,
+    part_ptr,
+    arrivals,
+    num_rows,
+    N,
+    padded_n,
+    chunks,
+    units,
+    span,
+    TILE: gl.constexpr,
+    CHUNKS_A_GROUP: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    STAGES: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    if DEPENDENT:
+        turn("griddepcontrol.launch_dependents; // $0")
+    BOX: gl.constexpr = codes_desc.block_type.shape[0]
+    BOXES: gl.constexpr = TILE // BOX
+    QUARTER: gl.constexpr = codes_desc.block_type.shape[1]
+    ROWS: gl.constexpr = x_desc.block_type.shape[0]
+    STEPS: gl.constexpr = QUARTER * 4 // STEP
+    codes_ring = gl.allocate_shared_memory(
+        codes_desc.dtype, [STAGES * BOXES, BOX, QUARTER], codes_desc.layout
+    )
+    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES * STEPS, ROWS, STEP], x_desc.layout)
+    meta_ring = gl.allocate_shared_memory(gl.int32, [STAGES * BOXES, 1, BOX], meta_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=1)
+    low = gl.program_id(0) * span
+    high = gl.minimum(low + span, units)
+    rings = (codes_ring, x_ring, meta_ring)
+    bars = (full, free)
+    pointers = (bias_ptr, out_ptr, part_ptr, arrivals)
+    sizes = (N, padded_n, num_rows, chunks, units, span)
+    descs = (codes_desc, x_desc, meta_desc)
+    producer = (descs, rings, bars, low, high, sizes, CHUNKS_A_GROUP, DEPENDENT)
+    common = (rings, bars, pointers, sizes, low, high)
+    gl.warp_specialize([(_consume, (common, TILE, HAS_BIAS)), (produce, producer)], [1], [24])
+
+
+@dataclass(frozen=True)
+class ScaledShape:
+    """How the kernel is specialised, and how it is laid over the multiprocessors."""
+
+    tile: int
+    """Outputs: 128, 256 or 512."""
+    warps: int
+    """Of a program, beside the one that loads: 4 take bands of 64 outputs, 8 of 128."""
+    programs: int
+    """A multiprocessor: 2 of 4 warps, or 1."""
+    least_span: int
+    """Fewest units a program: small layers are cut into fewer parts than there is room for."""
+
+    @property
+    def registers(self) -> int:
+        """A thread's at the start; the loader hands most of its own over."""
+        return _REGISTERS[self.warps, self.programs]
+
+    @property
+    def box(self) -> int:
+        """Outputs that are loaded at a time."""
+        return min(self.tile, _MOST_BOXED)
+
+    @property
+    def words(self) -> str:
+        """Its name in a table."""
+        return f"{self.tile}/{self.warps}/{self.programs}/{self.least_span} scaled"
+
+    def stages(self, rows: int, chunk: int) -> int:
+        """Return how many units the ring holds, for tiles of so many rows."""
+        return stages(unit_bytes(self.tile, rows, chunk), self.programs)
+
+    def cut(self, outputs: int, chunks: int, multiprocessors: int) -> Cut:
+        """Return how a layer is laid over so many multiprocessors."""
+        tiles = -(-outputs // self.tile)
+        return Cut.of(tiles, chunks, multiprocessors * self.programs, self.least_span)
+
+    def parts(self, outputs: int, chunks: int, rows: int, multiprocessors: int) -> int:
+        """Return the floats that parts of sums take, for tiles of so many rows."""
+        cut = self.cut(outputs, chunks, multiprocessors)
+        return (cut.tiles + cut.programs) * self.tile * rows
+
+
+_MOST_BOXED = 256
+_REGISTERS = {(4, 2): 128, (8, 1): 168}
+
+
+def _candidates(rows: int) -> tuple[ScaledShape, ...]:
+    """Return the shapes of a tile's rows: kinds whose sums fit into registers, cut in some ways."""
+    kinds = [(256, 8, 1), (128, 8, 1)]
+    if rows < MOST_ROWS:
+        kinds += [(512, 8, 1), (128, 4, 2)]
+    return tuple(
+        ScaledShape(tile, warps, programs, least)
+        for tile, warps, programs in kinds
+        for least in ((4, 7, 14) if tile == 128 else (4, 7))
+    )
+
+
+MOST_ROWS = 128
+
+CANDIDATES: dict[int, tuple[ScaledShape, ...]] = {
+    rows: _candidates(rows) for rows in (16, 32, 64, MOST_ROWS)
+}
+"""By the rows of the tile, ascending: what a sweep may try."""
+
+
+def shape_for(rows: int, outputs: int) -> tuple[int, ScaledShape]:
+    """Return the tile's rows, and its shape, for at most `MOST_ROWS` rows of a layer.
+
+    By reckoning, not yet by measurement: wide tiles read rows less often, narrow ones leave fewer
+    programs to a tile.
+    """
+    block_m = next(size for size in CANDIDATES if rows <= size)
+    return block_m, ScaledShape(256 if outputs >= _WIDE else 128, 8, 1, 4)
+
+
+_WIDE = 132 * 128
+"""Outputs: a tile of 128 for each multiprocessor."""
+
+
+def reserved(outputs: int, chunks: int, device: torch.device) -> tuple[int, int]:
+    """Return the floats of parts and the arrivals that any candidate needs for a layer."""
+    count = multiprocessors(device)
+    shapes = [(rows, shape) for rows, shapes in CANDIDATES.items() for shape in shapes]
+    return (
+        max(shape.parts(outputs, chunks, rows, count) for rows, shape in shapes),
+        max(shape.cut(outputs, chunks, count).programs for _, shape in shapes),
+    )
+
+
+def int4_scaled(
+    x_TI: Tensor,
+    weight: PackedInt4,
+    bias_O: Tensor | None,
+    *,
+    scratch: SplitScratch,
+    shape: ScaledShape | None = None,
+    out_TO: Tensor | None = None,
+) -> Tensor:
+    """Return x @ weight.T + bias [T, O] in x's dtype, by `GroupInt4.scaled`; sums are float32.
+
+    Args:
+        x_TI: Contiguous; 1 to `MOST_ROWS` rows, bfloat16 or float16, at a multiple of 16 bytes.
+        weight: On x's device, a Hopper GPU.
+        bias_O: In x's dtype, or none.
+        scratch: Large enough for the layer: `reserved`.
+        shape: Instead of the usual one.
+        out_TO: Where the result goes, contiguous; by default into new memory.
+    """
+    rows = x_TI.shape[0]
+    chunks, padded, _ = weight.codes.shape
+    block_m, usual = shape_for(rows, weight.outputs)
+    shape = shape or usual
+    cut = shape.cut(weight.outputs, chunks, multiprocessors(x_TI.device))
+    if out_TO is None:
+        out_TO = torch.empty(rows, weight.outputs, dtype=x_TI.dtype, device=x_TI.device)
+    codes, x, meta = descriptors(x_TI, weight, shape.box, block_m, _STEP)
+    int4_scaled_kernel[(cut.programs,)](
+        codes,
+        x,
+        meta,
+        x_TI if bias_O is None else bias_O,
+        out_TO,
+        scratch.parts,
+        scratch.arrivals,
+        rows,
+        weight.outputs,
+        padded,
+        chunks,
+        cut.tiles * chunks,
+        cut.span,
+        TILE=shape.tile,
+        CHUNKS_A_GROUP=weight.chunks_a_group,
+        HAS_BIAS=bias_O is not None,
+        STAGES=shape.stages(block_m, weight.chunk),
+        **launch_options(),
+        num_warps=shape.warps,
+        maxnreg=shape.registers,
+    )
+    return out_TO
