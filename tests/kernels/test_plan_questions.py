@@ -563,6 +563,12 @@ def test_hoppers_shapes_are_asked_about_in_each_class_unless_tritons_alone_may_s
     assert len(set(TRITONS + HOPPERS)) == len(TRITONS + HOPPERS) > 3
 
 
+def test_what_takes_longest_to_compile_is_asked_last(hopper):
+    kernels = kernels_by("auto")
+    found = questions(kernels, WIDE, longest=4000, kv_dtypes=FLOAT32, unit=8)
+    assert [question.operation for question in found] == [DECODE, *[PREFILL] * 3]
+
+
 def test_hoppers_shapes_are_no_candidates_where_they_do_not_serve(interpreter):
     """Not in the interpreter, where nothing stands in for them."""
     (asked,) = prompts_asked(kernels_by("auto"))

@@ -309,8 +309,14 @@ def questions(
         kv_dtypes: Of the caches that are asked about.
         unit: Tokens of a unit of the cache.
     """
+    late = []
     for kv_dtype in kv_dtypes:
-        yield from _prefills(kernels, heads, longest, kv_dtype, unit)
+        prefills = _prefills(kernels, heads, longest, kv_dtype, unit)
+        # Hopper's shapes take seconds to compile: a start's time is not to be theirs alone.
+        if any(map(is_hopper, _asked_shapes(kernels, heads.dim, kv_dtype, unit))):
+            late.append(prefills)
+        else:
+            yield from prefills
         if len(decode_candidates(heads.dim, kernels.capability)) > 1:
             yield _decode(kernels, heads, min(longest, _DECODE_KEYS), kv_dtype, unit)
     asked = set()
@@ -321,6 +327,8 @@ def questions(
                 if len(ways.options(most_rows)) > 1 and question not in asked:
                     asked.add(question)
                     yield _linear(kernels, layer, ways, most_rows)
+    for prefills in late:
+        yield from prefills
 
 
 def _prefills(
