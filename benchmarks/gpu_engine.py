@@ -201,13 +201,14 @@ def check_family(family: str, runner: ThreadPoolExecutor, arguments: argparse.Na
     from tests.support.tiny import make_tiny_checkpoint
 
     folder = Path(tempfile.mkdtemp())
-    # Hopper's kernel serves wide heads.
+    # Hopper's kernel serves wide heads, and takes 128 rows at a time.
     wide = {"head_dim": 128 if family == "qwen2" else 64}
     by_hopper = arguments.prefill_attention == "hopper"
     made = make_tiny_checkpoint(folder, family, **(wide if by_hopper else {}))
     folder = made if isinstance(made, Path) else folder
     config = EngineConfig(
-        model_path=str(folder), gpus=(0,), max_batch_size=8, max_num_batched_tokens=96,
+        model_path=str(folder), gpus=(0,), max_batch_size=8,
+        max_num_batched_tokens=320 if by_hopper else 96,
         kv_cache_tokens=8192, warmup=True, kv_cache_dtype=arguments.kv_cache_dtype,
         prefill_attention=arguments.prefill_attention,
     )  # fmt: skip
