@@ -48,6 +48,7 @@ from tailrace.kernels.rope_cache.triton import rope_cache_kernel
 from tailrace.kernels.sampling import triton as sampling
 from tailrace.kernels.silu_mul.triton import BLOCK, silu_mul_kernel
 from tailrace.kernels.weight_prefetch.gaps import asks_in_bulk
+from tests.kernels import machine_code
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -644,12 +645,12 @@ def _touched(operation: str, operands: str) -> tuple[set[int], set[int]]:
     return {*range(named[0], named[0] + width)}, set(named[1:])
 
 
-def overlap(compiled: Any) -> list[int]:
+def overlap(code: str) -> list[int]:
     """Exponentials between each wait for all but one product and the next wait.
 
     Where the assembler serialises asynchronous products, it waits after each of them.
     """
-    spans = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\d+)", assembler(compiled))
+    spans = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\d+)", code)
     return [
         span.count("MUFU.EX2")
         for left, span in zip(spans[1::2], spans[2::2], strict=True)
@@ -678,10 +679,13 @@ def main(kind: int) -> None:
         compiled = build(case, kind)
         found = {"name": case.name, **usage(compiled), **dependence(compiled)}
         found["asks"] = asks(compiled)
-        if case.kernel is triton_hopper_prefill.hopper_prefill_kernel:
-            found["overlap"] = overlap(compiled)
-        if case.kernel is triton_hopper_int4_scaled.int4_scaled_kernel:
-            found["pipelines"] = [asdict(loop) for loop in pipelines(assembler(compiled))]
+        if case.source is GluonASTSource:
+            code = assembler(compiled)
+            found["faults"] = machine_code.faults(code, found["registers"])
+            if case.kernel is triton_hopper_prefill.hopper_prefill_kernel:
+                found["overlap"] = overlap(code)
+            if case.kernel is triton_hopper_int4_scaled.int4_scaled_kernel:
+                found["pipelines"] = [asdict(loop) for loop in pipelines(code)]
         print(json.dumps(found), flush=True)  # noqa: T201
 
 
