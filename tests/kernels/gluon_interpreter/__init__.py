@@ -4,10 +4,11 @@ Triton's interpreter does not know Gluon, and what goes wrong in such a kernel i
 a wait too few, a slot handed back too early. So the machine here keeps the account of who may touch
 which bytes of shared memory when, and lets the kernel's warps run in an order drawn from a seed.
 
-    values          arrays and pointers in registers
+    values          arrays and pointers in registers; registers: what is computed of them
     shared_memory   where an element lies (layouts, swizzles); who wrote and read it, and who knows
     machine         partitions and their turns, barriers, copies and products in flight
-    language        gl, tma, mbarrier, warpgroup_mma ... as kernels call them
+    copies, products, assembly      tma, warpgroup_mma, and what pieces of assembler mean
+    language        gl, mbarrier ... as kernels call them
     launcher        a kernel's functions with their globals replaced; its grid
 
 What is *not* modelled: time, registers, how layouts spread a tensor over threads (compiled ahead,

@@ -122,8 +122,8 @@ class Mover:
             values = torch.zeros(result.shape, dtype=result.torch_dtype)
             values[exists] = desc.memory.flat[places[exists]]
             result.poke(values)
-            counter.known |= known
-            counter.receive(desc.block_type.nbytes, event)
+            counter.receive(desc.block_type.nbytes, known | 1 << event)
+            counter.complete(language.machine.partitions)
 
         language.machine.copies.append(Copy(words, perform))
 

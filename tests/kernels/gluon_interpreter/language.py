@@ -12,7 +12,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from tests.kernels.gluon_interpreter import assembly, copies, products
+from tests.kernels.gluon_interpreter import assembly, copies, products, registers
 from tests.kernels.gluon_interpreter.machine import (
     Barrier,
     Machine,
@@ -28,10 +28,8 @@ from tests.kernels.gluon_interpreter.values import (
     Pointer,
     array,
     converted,
-    expanded,
     integer,
     joint_layout,
-    paired,
     plain,
     poison,
     torch_dtype,
@@ -93,7 +91,7 @@ class Language:
             _name="gl",
             **{name: getattr(gl, name) for name in _PASSED},
             **{name: getattr(self, name) for name in _OWN},
-            constexpr=plain, max=self.max_, sum=self.sum_, where=self.where_,
+            **registers.BUILTINS, constexpr=plain,
         )  # fmt: skip
         self.mbarrier = Namespace(
             _name="mbarrier", MBarrierLayout=mbarrier.MBarrierLayout, init=self.init,
@@ -117,75 +115,7 @@ class Language:
     def me(self) -> Partition:
         return self.machine.current
 
-    # ---- registers
-
-    def arange(self, start: object, end: object, layout: object = None) -> Array:
-        return Array(torch.arange(integer(start), integer(end), dtype=torch.int32), layout)
-
-    def full(
-        self, shape: Sequence[object], value: object, dtype: object, layout: object = None
-    ) -> Array:
-        number = array(value).data.to(torch_dtype(dtype))
-        return Array(number.expand([integer(x) for x in shape]).clone(), layout)
-
-    def zeros(self, shape: Sequence[object], dtype: object, layout: object = None) -> Array:
-        return self.full(shape, 0, dtype, layout)
-
-    def zeros_like(self, x: object) -> Array:
-        value = array(x)
-        return Array(torch.zeros_like(value.data), value.layout)
-
-    def convert_layout(self, value: object, layout: object, assert_trivial: bool = False) -> Array:
-        return Array(array(value).data, layout)
-
-    def where_(self, condition: object, x: object, y: object) -> Array:
-        left, right = paired(x, y)
-        test = array(condition)
-        return Array(
-            torch.where(test.data.bool(), left.data, right.data), joint_layout(test, left, right)
-        )
-
-    def maximum(self, x: object, y: object) -> Array:
-        left, right = paired(x, y)
-        pick = torch.fmax if left.data.dtype.is_floating_point else torch.maximum
-        return Array(pick(left.data, right.data), joint_layout(left, right))
-
-    def minimum(self, x: object, y: object) -> Array:
-        left, right = paired(x, y)
-        pick = torch.fmin if left.data.dtype.is_floating_point else torch.minimum
-        return Array(pick(left.data, right.data), joint_layout(left, right))
-
-    def max_(self, x: object, axis: object) -> Array:
-        value, dim = array(x), integer(axis)
-        data = value.data
-        if data.dtype.is_floating_point:  # a NaN loses against a number
-            numbers = data.masked_fill(data.isnan(), float("-inf")).amax(dim)
-            data = numbers.masked_fill(data.isnan().all(dim), float("nan"))
-        else:
-            data = data.amax(dim)
-        return Array(data, _sliced(value.layout, dim))
-
-    def sum_(self, x: object, axis: object) -> Array:
-        value, dim = array(x), integer(axis)
-        return Array(value.data.sum(dim).to(value.data.dtype), _sliced(value.layout, dim))
-
-    def exp2(self, x: object) -> Array:
-        value = array(x)
-        return Array(torch.exp2(value.data), value.layout)
-
-    def join(self, a: object, b: object) -> Array:
-        left, right = array(a), array(b)
-        if left.data.dtype != right.data.dtype or left.shape != right.shape:
-            raise GluonFaultError(f"{left.type} and {right.type} are not joined")
-        return Array(torch.stack([left.data, right.data], dim=-1))
-
-    def expand_dims(self, x: object, axis: object) -> Array:
-        value = array(x)
-        places = (slice(None),) * integer(axis) + (None,)
-        return Array(*expanded(value.data, value.layout, places))
-
-    def cdiv(self, x: object, y: object) -> object:
-        return (x + plain(y) - 1) // y  # type: ignore[operator]
+    # ---- assembler
 
     def inline_asm_elementwise(
         self,
@@ -450,19 +380,14 @@ class Language:
 
 
 _OWN = (
-    "arange", "full", "zeros", "zeros_like", "convert_layout", "maximum", "minimum", "exp2",
-    "join", "expand_dims", "cdiv", "inline_asm_elementwise", "load", "store", "atomic_add",
-    "allocate_shared_memory", "thread_barrier", "program_id", "num_programs", "num_warps",
+    "inline_asm_elementwise", "load", "store", "atomic_add", "allocate_shared_memory",
+    "thread_barrier", "program_id", "num_programs", "num_warps",
     "static_range", "static_assert", "warp_specialize",
 )  # fmt: skip
 
 
 def _call(function: Callable[..., None], args: tuple[object, ...]) -> Callable[[], None]:
     return lambda: function(*args)
-
-
-def _sliced(layout: object, dim: int) -> object:
-    return None if layout is None else gl.SliceLayout(dim, layout)
 
 
 def _place(view: object) -> tuple[object, int]:

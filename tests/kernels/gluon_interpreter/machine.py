@@ -110,12 +110,12 @@ class Barrier:
         self.nbytes += nbytes
         self.known |= partition.published
 
-    def receive(self, nbytes: int, event: int) -> None:
-        """Count bytes that a copy has brought."""
+    def receive(self, nbytes: int, known: int) -> None:
+        """Count bytes that a copy has brought, and what is known by it."""
         if nbytes > self.nbytes:
             raise GluonFaultError(f"a copy brings {nbytes} bytes to {self}")
         self.nbytes -= nbytes
-        self.known |= 1 << event
+        self.known |= known
 
     def complete(self, partitions: list[Partition]) -> None:
         """Complete the phase if all has come."""
@@ -214,9 +214,6 @@ class Machine:
         self.copies.remove(copy)
         copy.is_done = True
         copy.perform()
-        for barrier in self.barriers.values():
-            if barrier.arrived:
-                barrier.complete(self.partitions)
 
     def _next(self) -> Partition:
         while True:
