@@ -371,3 +371,41 @@ def test_what_the_kernel_before_writes_is_not_touched_before_the_wait_for_it():
     kernel(x, out, True)
     with pytest.raises(GluonFaultError, match="x_ptr is touched before the wait"):
         kernel(x, out, True, launch_pdl=True)
+
+
+@gluon.jit
+def meeting_kernel(x_ptr, parts_ptr, arrivals, out_ptr, programs, fault: gl.constexpr):
+    """Add up a row of each program: whoever comes last does."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    places = gl.arange(0, 128, layout=layout)
+    mine = gl.program_id(0) * 128
+    gl.store(parts_ptr + mine + places, gl.load(x_ptr + mine + places) * 2)
+    if fault != "no thread barrier":
+        gl.thread_barrier()
+    if fault == "relaxed":
+        come = gl.atomic_add(arrivals, 1, sem="relaxed")
+    else:
+        come = gl.atomic_add(arrivals, 1, sem="acq_rel")
+    if come == programs - 1:
+        total = gl.zeros([128], gl.float32, layout=layout)
+        for program in range(programs):
+            total += gl.load(parts_ptr + program * 128 + places)
+        gl.store(out_ptr + places, total)
+        gl.store(arrivals, 0)
+    if fault == "all write":
+        gl.store(out_ptr + places, gl.zeros([128], gl.float32, layout=layout))
+
+
+@pytest.mark.parametrize("fault", ["", "no thread barrier", "relaxed", "all write"])
+def test_programs_meet_at_atomics(fault):
+    x = torch.randn(5, 128)
+    for seed in range(3):
+        out, arrivals = torch.zeros(128), torch.zeros(1, dtype=torch.int32)
+        arguments = x, torch.full_like(x, float("nan")), arrivals, out, 5, fault
+        if not fault:
+            Interpreter(meeting_kernel, seed=seed)[(5,)](*arguments)
+            assert torch.allclose(out, 2 * x.sum(0), atol=1e-5)
+            assert arrivals == 0
+            continue
+        with pytest.raises(GluonFaultError, match=r"race: a (load|store) of (parts|out)_ptr\["):
+            Interpreter(meeting_kernel, seed=seed)[(5,)](*arguments)

@@ -119,6 +119,7 @@ class Mover:
 
         def perform() -> None:
             places, exists = desc.places(at)
+            language.memory.check(desc.memory, places[exists], known, "a copy")
             values = torch.zeros(result.shape, dtype=result.torch_dtype)
             values[exists] = desc.memory.flat[places[exists]]
             result.poke(values)
@@ -138,12 +139,14 @@ class Mover:
         )
         if racing:
             raise GluonFaultError(f"race: {words}, and {why}")
-        event = language.machine.event()
+        known, event = language.me.published, language.machine.event()
         language.read(src, "a copy out", event, is_done=False)
 
         def perform() -> None:
             places, exists = desc.places(at)
+            language.memory.check(desc.memory, places[exists], known, "a copy out")
             desc.memory.flat[places[exists]] = src.peek()[exists]
+            language.memory.write(desc.memory, places[exists], event)
 
         copy = Copy(words, perform)
         language.machine.copies.append(copy)

@@ -37,6 +37,7 @@ from tests.kernels.gluon_interpreter.values import (
 )
 
 if TYPE_CHECKING:
+    from tests.kernels.gluon_interpreter.global_memory import GlobalMemory
     from collections.abc import Callable, Iterator, Sequence
 
 _PASSED = (
@@ -67,6 +68,7 @@ class Language:
 
     Args:
         machine: What it runs on.
+        memory: Global memory's account, of all programs.
         where: Its place in the grid.
         undefined_reads: Functions of the kernel that may load what others are writing; such bytes
             are poison.
@@ -77,12 +79,13 @@ class Language:
     def __init__(
         self,
         machine: Machine,
+        memory: GlobalMemory,
         where: Where,
         undefined_reads: frozenset[str],
         late: frozenset[str],
         num_warps: int,
     ) -> None:
-        self.machine, self.where = machine, where
+        self.machine, self.memory, self.where = machine, memory, where
         self.undefined_reads, self.late = undefined_reads, late
         self.turned: int | None = None
         """The event of the wait for the kernel before."""
@@ -162,6 +165,7 @@ class Language:
     ) -> Array:
         places, is_read = self._places(pointer, mask)
         flat = pointer.memory.flat
+        self.memory.check(pointer.memory, places[is_read], self.me.known, "a load")
         values = poison(places.shape, flat.dtype) if other is None else None
         if values is None:
             filler = converted(array(other, flat.dtype).data, flat.dtype)
@@ -178,7 +182,12 @@ class Language:
         if given.shape:
             joint_layout(pointer, given)
         data = converted(given.data, flat.dtype).broadcast_to(places.shape)
-        flat[places[is_written]] = data[is_written]
+        chosen = places[is_written]
+        self.memory.check(pointer.memory, chosen, self.me.known, "a store")
+        flat[chosen] = data[is_written]
+        event = self.machine.event()
+        self.memory.write(pointer.memory, chosen, event)
+        self.me.note(event)
 
     def atomic_add(
         self,
@@ -190,10 +199,18 @@ class Language:
     ) -> Array:
         if pointer.shape:
             raise GluonFaultError("atomic_add of an array is not known here")
-        before = self.load(pointer, mask, 0)
-        if mask is None or truth(mask):
-            self.store(pointer, before + array(value, before.data.dtype))
-        return before
+        places, _ = self._places(pointer, None)
+        flat, place = pointer.memory.flat, int(places)
+        if mask is not None and not truth(mask):
+            return Array(poison([], flat.dtype))
+        event = self.machine.event()
+        known = self.me.published | 1 << event
+        semantics = "acq_rel" if sem is None else str(plain(sem))
+        self.me.known |= self.memory.meet(pointer.memory, place, known, semantics) | 1 << event
+        before = flat[place].clone()
+        flat[place] = (Array(before) + array(value, flat.dtype)).data  # type: ignore[union-attr]
+        self.memory.write(pointer.memory, places, event)
+        return Array(before)
 
     def _places(self, pointer: object, mask: object) -> tuple[torch.Tensor, torch.Tensor]:
         if not isinstance(pointer, Pointer):

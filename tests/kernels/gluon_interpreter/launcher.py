@@ -15,6 +15,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tests.kernels.gluon_interpreter.copies import Descriptor
+from tests.kernels.gluon_interpreter.global_memory import GlobalMemory
 from tests.kernels.gluon_interpreter.language import Language, Where
 from tests.kernels.gluon_interpreter.machine import Machine
 from tests.kernels.gluon_interpreter.values import (
@@ -74,6 +75,7 @@ class Interpreter:
             for name, value in given.arguments.items()
         }
         late = self._late if options.get("launch_pdl") else frozenset()
+        memory = GlobalMemory()
         programs = list(itertools.product(*map(range, grid)))
         random.Random(self._seed).shuffle(programs)
         whole_grid = (*grid, 1, 1, 1)[:3]
@@ -81,10 +83,10 @@ class Interpreter:
         torch.set_num_threads(1)  # else each partition's thread starts as many of its own
         try:
             for program in programs:
-                machine = Machine(f"{self._seed} {program}")
+                machine = Machine(f"{self._seed} {program}", memory.events)
                 where = Where((*program, 0, 0, 0)[:3], whole_grid)
                 warps = integer(options.get("num_warps", 4))
-                language = Language(machine, where, self._undefined_reads, late, warps)
+                language = Language(machine, memory, where, self._undefined_reads, late, warps)
                 try:
                     Clones(language).of(self._kernel)(**values)
                     machine.check_end()

@@ -24,7 +24,7 @@ import torch
 from tests.kernels.gluon_interpreter.values import GluonFaultError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
     from tests.kernels.gluon_interpreter.products import Product
@@ -161,16 +161,16 @@ class Copy:
 class Machine:
     """What one program of the grid runs on."""
 
-    def __init__(self, seed: str) -> None:
+    def __init__(self, seed: str, events: Iterator[int]) -> None:
         self.random = random.Random(seed)
         self.main = Partition("the program", 4)
         self.current = self.main
         self.partitions = [self.main]
         self.barriers: dict[object, Barrier] = {}
         self.copies: list[Copy] = []
-        self.events = 0
         self.fenced = 0
         """Stores that the asynchronous side sees."""
+        self._events = events
         self._steps = 0
         self._fault: BaseException | None = None
         self._favour: dict[Partition, float] = {}
@@ -178,8 +178,7 @@ class Machine:
 
     def event(self) -> int:
         """Return the next event's number."""
-        self.events += 1
-        return self.events - 1
+        return next(self._events)
 
     def pause(self) -> None:
         """Let copies complete and other partitions go on, perhaps."""
