@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tailrace.kernels.dependent_launch import dependent_launches
+from tailrace.kernels.linear import triton_hopper_ring
 from tailrace.kernels.linear.int4 import GroupInt4, quantize_groups
 from tailrace.kernels.linear.packed_int4 import PackedInt4
 from tailrace.kernels.linear.workspace import Workspace
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 NAN = float("nan")
 WRITTEN_BEFORE = frozenset({"x_desc", "out_ptr", "part_ptr", "arrivals"})
 """Arguments that kernels of a step write."""
+_STAGES = 3
+"""At most: so that rings go round."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ def product(
     out = torch.full((rows + 2, layer.outputs), NAN, dtype=dtype)
     with monkeypatch.context() as patched, dependent_launches(on=dependent):
         patched.setattr(module, name, kernel)
+        patched.setattr(triton_hopper_ring, "MOST_STAGES", _STAGES)
         launch(
             whole[:rows], PackedInt4.of(weight, "cpu"), bias, scratch=workspace.scratch,
             shape=shape, out_TO=out[1:-1],

@@ -37,8 +37,9 @@ from tests.kernels.gluon_interpreter.values import (
 )
 
 if TYPE_CHECKING:
-    from tests.kernels.gluon_interpreter.global_memory import GlobalMemory
     from collections.abc import Callable, Iterator, Sequence
+
+    from tests.kernels.gluon_interpreter.global_memory import GlobalMemory
 
 _PASSED = (
     "int1", "int8", "int16", "int32", "int64", "uint8", "float16", "bfloat16", "float32",
