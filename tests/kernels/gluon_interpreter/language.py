@@ -147,7 +147,8 @@ class Language:
         if [x.dtype for x in results] != kinds:
             raise GluonFaultError(f"assembler gives {[x.dtype for x in results]}, not {kinds}")
         layout = joint_layout(*values)
-        return tuple(Array(x, layout) for x in results)
+        arrays = tuple(Array(x, layout) for x in results)
+        return arrays if isinstance(dtype, tuple) else arrays[0]
 
     # ---- global memory
 
@@ -167,8 +168,9 @@ class Language:
         places, is_read = self._places(pointer, mask)
         flat = pointer.memory.flat
         self.memory.check(pointer.memory, places[is_read], self.me.known, "a load")
-        values = poison(places.shape, flat.dtype) if other is None else None
-        if values is None:
+        if other is None:
+            values = poison(places.shape, flat.dtype)
+        else:
             filler = converted(array(other, flat.dtype).data, flat.dtype)
             values = filler.broadcast_to(places.shape).clone()
         values[is_read] = flat[places[is_read]]
