@@ -32,6 +32,7 @@ def served(tiny_folder, tmp_path_factory) -> Iterator[LocalServer]:
 
     # Without a prefix cache nothing but early work can save any.
     settings = ("--model-path", str(tiny_folder), "--dtype", "float32", "--debug-kv")
+    settings += ("--served-model-name", "tiny")
     settings += ("--no-prefix-cache", "--body-timeout-s", "5", "--kv-cache-tokens", "16384")
     log_file = tmp_path_factory.mktemp("early") / "server.log"
     with LocalServer(settings, log_file=log_file) as server:
@@ -43,12 +44,15 @@ def early_tokens(server: LocalServer, outcome: str) -> float:
 
 
 def body_of(path: str, before: dict, after: dict) -> bytes:
-    prompt = (
-        {"messages": [{"role": "user", "content": PROMPT}]}
-        if "chat" in path
-        else {"prompt": PROMPT}
-    )
+    messages = [{"role": "user", "content": PROMPT}]
     rest = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    if "chat" in path:
+        prompt = {"messages": messages}
+    elif "responses" in path:
+        prompt = {"model": "tiny", "input": messages}
+        rest = {"max_output_tokens": 8, "temperature": 0, "ignore_eos": True}
+    else:
+        prompt = {"prompt": PROMPT}
     return json.dumps({**before, **prompt, **rest, **after}).encode()
 
 
@@ -75,6 +79,9 @@ def shown(status: int, answer: dict) -> tuple:
     """An answer without what is new each time."""
     if status != 200:
         return status, answer["error"]
+    if "output" in answer:
+        texts = [item["content"][0]["text"] for item in answer["output"]]
+        return status, texts, answer["usage"]["input_tokens"]
     return status, answer["choices"], answer["usage"]["prompt_tokens"]
 
 
@@ -96,9 +103,16 @@ OF_CHATS = [
     ("tools", [{"type": "function", "function": {"name": "f", "parameters": {}}}]),
     ("messages", [{"role": "user", "content": "Hi"}]),
 ]
-KINDS = [("/v1/completions", None), ("/v1/chat/completions", None)]
+OF_RESPONSES = [
+    ("input", "Another input."),
+    ("instructions", "Be brief."),
+    ("cache_salt", "pepper"),
+    ("model", "another"),
+]
+KINDS = [("/v1/completions", None), ("/v1/chat/completions", None), ("/v1/responses", None)]
 KINDS += [("/v1/completions", field) for field in CHANGES + OF_COMPLETIONS]
 KINDS += [("/v1/chat/completions", field) for field in CHANGES + OF_CHATS]
+KINDS += [("/v1/responses", field) for field in OF_RESPONSES]
 
 
 @pytest.mark.parametrize("is_late", [True, False], ids=["after", "before"])
@@ -118,7 +132,7 @@ def test_answers_are_those_of_the_body_as_a_whole(served, path, field, is_late):
     assert_baseline(served)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 def test_what_was_computed_early_is_used_or_counted_as_dropped(served, path):
     body = body_of(path, {}, {})
     used, dropped = early_tokens(served, USED), early_tokens(served, DROPPED)

@@ -68,12 +68,18 @@ def chat(prompt):
     return json.dumps({"messages": messages, "max_tokens": 2}).encode()
 
 
+def response(prompt):
+    fields = {"model": "tiny", "instructions": WORDS * 60, "input": prompt}
+    return json.dumps({**fields, "max_output_tokens": 2}).encode()
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
         ("/v1/completions", completion(WORDS * 300)),
         ("/generate", completion(WORDS * 300)),
         ("/v1/chat/completions", chat(WORDS * 300)),
+        ("/v1/responses", response(WORDS * 300)),
     ],
 )
 def test_a_prompt_that_trickles_in_is_encoded_before_its_last_byte(app, encoded, path, body):
