@@ -81,6 +81,12 @@ def eager(monkeypatch):
 
 
 @pytest.fixture
+def soon(monkeypatch):
+    """A few tokens are worth a lease."""
+    monkeypatch.setattr(early_encoding, "LEASE_TOKENS", 5)
+
+
+@pytest.fixture
 def taken(monkeypatch):
     """What early encodings gave."""
     gave = []
@@ -392,6 +398,63 @@ def test_a_chat_is_encoded_early_where_the_template_lets(text, taken):
     assert [ids is not None for ids in taken] == [True, not is_odd]
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "kind"),
+    [
+        ("/v1/chat/completions", "messages", "text"),
+        ("/v1/messages", "messages", "text"),
+        ("/v1/responses", "input", "input_text"),
+    ],
+)
+def test_text_parts_are_encoded_early(text, soon, taken, path, field, kind):
+    parts = [
+        {"type": kind, "text": words} for words in (LONG[:90], "", f" {LONG} \n ", "Grind it.")
+    ]
+    messages = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": parts[:1]},
+        {"role": "user", "content": f"And {LONG}"},
+    ]
+    room = "max_output_tokens" if field == "input" else "max_tokens"
+    for some in (messages, messages[:1]):
+        body = as_body([("model", "tiny"), (room, 2), (field, some)])
+        pieces, ids = offered(text, path, body)
+        joined_texts = [
+            m | {"content": "\n".join(p["text"] for p in m["content"])}
+            if isinstance(m["content"], list)
+            else m
+            for m in some
+        ]
+        assert ids == text.chat_template.encode(joined_texts)
+        is_odd = "messages\n" in text.chat_template.render(joined_texts)
+        if len(some) == 1 or not is_odd:
+            assert taken[-1] == ids
+        assert is_odd or len(pieces) > 0.8 * len(ids)
+        assert pieces == ids[: len(pieces)]
+
+
+@pytest.mark.parametrize(
+    "gap",
+    [
+        {"type": "image_url", "image_url": {"url": "x"}},
+        {"type": "text", "text": None},
+        {"type": "text", "texts": "text"},
+    ],
+    ids=str,
+)
+def test_a_part_that_is_no_text_ends_early_work(text, gap):
+    services = make_services(None, text=text)
+    part = {"type": "text", "text": LONG}
+    content = [{"role": "user", "content": [part, gap, part]}]
+
+    async def main():
+        with early_chat(services, "x") as early:
+            early.see(bytearray(as_body([("messages", content)])[:-3]))
+            assert not early._is_on
+
+    asyncio.run(main())
+
+
 def test_tools_ahead_of_the_messages_leave_nothing_to_do_early(text, taken):
     tools = [{"type": "function", "function": {"name": "f"}}]
     messages = [{"role": "user", "content": LONG[:90]}]
@@ -444,12 +507,6 @@ def test_kv_is_leased_once_and_given_back_where_the_body_comes_to_nothing(text, 
     assert len(wishes) == 2
     assert services.engine.reserved == {}
     assert len(services.engine.requests) == 1
-
-
-@pytest.fixture
-def soon(monkeypatch):
-    """A few tokens are worth a lease."""
-    monkeypatch.setattr(early_encoding, "LEASE_TOKENS", 5)
 
 
 def offered(text, path, body, config=None):

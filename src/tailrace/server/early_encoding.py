@@ -332,7 +332,7 @@ class ChatPlaces:
 
 
 class EarlyChat(_Source[list[Span]]):
-    """The messages of a chat whose contents are texts.
+    """The messages of a chat whose contents are texts, or lists of text parts.
 
     Args:
         services: Of the server.
@@ -354,6 +354,8 @@ class EarlyChat(_Source[list[Span]]):
         self._context_length = _context_length(services)
         self._fewest = 0
         self._messages: list[dict[str, list[str]]] = []
+        self._parts = 0
+        """Of the newest message's content, begun so far; a text is one."""
         self._chars = 0
         self._waiting_chars = 0
         # What was encoded, the end of which is text of message `_fed_index`; what has come of it
@@ -376,8 +378,11 @@ class EarlyChat(_Source[list[Span]]):
             return False
         if len(place) == 1:
             return self._places.may_be_text
-        # An object's key is no index.
-        return len(place) == 3 and isinstance(place[1], int) and place[2] in ("role", "content")
+        if len(place) not in (3, 5) or not isinstance(place[1], int):  # an object's key is no index
+            return False
+        if len(place) == 3:
+            return place[2] in ("role", "content")
+        return place[2] == "content" and isinstance(place[3], int) and place[4] == "text"
 
     def certain_ids(self, start: int) -> list[int]:
         """See `_Source`."""
@@ -385,27 +390,53 @@ class EarlyChat(_Source[list[Span]]):
 
     def note(self, piece: Piece) -> bool:
         """See `_Source`."""
-        if self._is_of_system(piece.place):
-            if len(piece.place) > 1 or not self._notes_system(piece):
+        place = piece.place
+        if self._is_of_system(place):
+            if len(place) > 1 or not self._notes_system(piece):
                 return False
             index, key = 0, "content"
-        elif len(piece.place) == 1:
+        elif len(place) == 1:
             index, key = int(self._has_system), "content"
             if piece.is_first and index == len(self._messages):
-                self._messages.append({"role": ["user"]})
+                self._open("user")
         else:
-            index, key = int(piece.place[1]) + self._has_system, str(piece.place[2])
-        if index == len(self._messages):
-            self._messages.append({})
-        if index != len(self._messages) - 1 or (piece.is_first and key in self._messages[-1]):
+            index, key = int(place[1]) + self._has_system, str(place[2])
+            if index == len(self._messages):
+                self._open()
+        if index != len(self._messages) - 1:
             return False
-        self._messages[-1].setdefault(key, []).append(piece.text)
-        if key == "content":
-            self._chars += len(piece.text)
-            self._waiting_chars += len(piece.text)
-            if index == self._fed_index:
-                self._tail.append(piece.text)
+        part = int(place[3]) if len(place) == 5 else 0
+        if piece.is_first and not self._is_next(key, part):
+            return False
+        # As `read_messages` joins them.
+        self._keep(index, key, "\n" + piece.text if part and piece.is_first else piece.text)
         return True
+
+    def _open(self, role: str | None = None) -> None:
+        """Begin a message."""
+        self._messages.append({} if role is None else {"role": [role]})
+        self._parts = 0
+
+    def _is_next(self, key: str, part: int) -> bool:
+        """Count a string of the newest message; return whether it follows on what there is.
+
+        A part that is no text leaves a gap, and a second text of anything is none that counts.
+        """
+        message = self._messages[-1]
+        if part == 0 and key in message:
+            return False
+        if key == "content":
+            self._parts += 1
+            return part == self._parts - 1
+        return True
+
+    def _keep(self, index: int, key: str, text: str) -> None:
+        self._messages[-1].setdefault(key, []).append(text)
+        if key == "content":
+            self._chars += len(text)
+            self._waiting_chars += len(text)
+            if index == self._fed_index:
+                self._tail.append(text)
 
     def _is_of_system(self, place: Place) -> bool:
         return bool(self._places.system) and place[0] == self._places.system
@@ -414,7 +445,7 @@ class EarlyChat(_Source[list[Span]]):
         """Begin the system's message with its first piece; return whether it is in its place."""
         if piece.is_first and not self._messages:
             self._has_system = True
-            self._messages.append({"role": ["system"]})
+            self._open("system")
             return True
         return self._has_system and not piece.is_first
 
