@@ -36,6 +36,7 @@ class FakeServer:
     version: str = "1.0"
     out_of_memory: int = 0
     context_tokens: int | None = None
+    neighbours: tuple[str, ...] = ()
     has_died: bool = False
     warmed: int = 0
 
@@ -113,6 +114,7 @@ class Field:
     exits: list[type[BaseException] | None] = field(default_factory=list)
     """What each server was left by."""
     version: str = "1.0"
+    neighbours: tuple[str, ...] = ()
     on_trial: Any = None
     peaks: list[Any] = field(default_factory=list)
     client_reasons: list[tuple[str, ...]] = field(default_factory=list)
@@ -126,7 +128,7 @@ class Field:
         monkeypatch.setattr(campaign, "carry", self._carry)
 
     def _start(self, spec, log_file, *, on_progress=lambda _: None):
-        server = FakeServer(spec, self, log_file, version=self.version)
+        server = FakeServer(spec, self, log_file, version=self.version, neighbours=self.neighbours)
         self.servers.append(server)
         return server
 

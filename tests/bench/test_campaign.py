@@ -208,6 +208,12 @@ def test_a_comparison_goes_on_where_it_began_only(measure, monkeypatch):
         measure(plan, Field({"a": 16}), resume=True)
 
 
+def test_a_gpu_that_others_use_is_said_of_each_trial(measure):
+    field = Field({"a": 16}, neighbours=("GPU 0 had 3.0 GiB in use",))
+    trials = measure(plan_of("a", pairs=1), field).comparison.trials
+    assert all(trial.cautions == ["GPU 0 had 3.0 GiB in use"] for trial in trials)
+
+
 def test_nothing_to_resume_is_an_error(measure):
     with pytest.raises(ConfigError, match="holds no comparison"):
         measure(plan_of("a"), Field({"a": 16}), resume=True)

@@ -431,7 +431,7 @@ class _Stay:
             started_unix_s=started_unix_s,
             folder=folder,
             reasons=list(run.verdict.reasons),
-            cautions=list(run.verdict.cautions),
+            cautions=[*run.verdict.cautions, *served.server.neighbours],
         )
         self.trials.append(trial)
         campaign.note_news()

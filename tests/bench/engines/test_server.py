@@ -256,6 +256,24 @@ def test_a_gpu_that_the_server_does_not_see_is_somebody_elses(tmp_path, monkeypa
         asyncio.run(go(1))
 
 
+def test_a_gpu_that_was_in_use_before_the_start_is_said(tmp_path):
+    used = {0: 2**30, 1: 3 * 2**30}
+
+    class Gpus:
+        def read(self):
+            return [SimpleNamespace(index=i, memory_used_bytes=b) for i, b in used.items()]
+
+    async def go():
+        async with start(spec(), tmp_path / "log", gpus=Gpus()) as server:
+            used[0] = used[1] = 2**36  # its own
+            said = server.neighbours
+            used.update({0: 2**30, 1: 3 * 2**30})
+            return said
+
+    (said,) = asyncio.run(go())
+    assert said.startswith("GPU 1 had 3.0 GiB in use before the server's start")
+
+
 def test_one_death_is_one_lack_of_memory_however_often_it_says_so(tmp_path):
     text = "print('CUDA out of memory\\n' * 5); raise SystemExit(1)"
     server = start(script(text), tmp_path / "log")

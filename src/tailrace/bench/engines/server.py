@@ -49,6 +49,8 @@ FREE_TIMEOUT_S = 60.0
 """For the port and the GPU's memory after the end."""
 GPU_SLACK_BYTES = 512 * 2**20
 """More than before the start by no more than this counts as free: others use the GPU too."""
+NEIGHBOUR_BYTES = 2 * 2**30
+"""Taken of a GPU before the start beyond this: not the driver's, but somebody's."""
 WARM_UP_AT_ONCE = 4
 
 # What engines, CUDA, C++ and Python say of it; hints on how to avoid it are worded otherwise.
@@ -394,6 +396,16 @@ class EngineServer:
             if reading.memory_used_bytes is not None
             and (visible is None or reading.index in visible)
         }
+
+    @property
+    def neighbours(self) -> tuple[str, ...]:
+        """What was on the server's GPUs before it started: others that use them too, in words."""
+        return tuple(
+            f"GPU {index} had {used / 2**30:.1f} GiB in use before the server's start: somebody "
+            "else is on it, whose work these figures hold too; measure on a GPU of your own"
+            for index, used in self._gpu_bytes_before.items()
+            if used > NEIGHBOUR_BYTES
+        )
 
     # Death and memory
 
