@@ -208,6 +208,20 @@ def test_a_code_block_cannot_be_left_from_within(tmp_path):
     assert re.search(r"^````text\n.*^````$", text, flags=re.DOTALL | re.MULTILINE)
 
 
+def test_why_a_cost_is_missing_stands_below_the_table_and_widens_no_column(tmp_path):
+    def unresolved(comparison):
+        for search in comparison.searches:
+            search.max_rps, search.reasons = None, ["it holds at the highest rate allowed"]
+
+    make_result(tmp_path, SMALL)
+    _changed(tmp_path, unresolved)
+    page = write_reports([tmp_path], tmp_path).html.read_text()
+    told = re.search(r'<p class="note">[^<]*No cost of ([^<]*)</p>', page)
+    assert told is not None
+    assert "it holds at the highest rate allowed" in told[1]
+    assert not re.search(r"<td[^>]*>no highest rate", page)
+
+
 def test_units_stay_with_their_numbers():
     assert unbroken("P95 ≤ 60 ms (95 % of 2 servers)") == "P95 ≤\xa060\xa0ms (95\xa0% of 2 servers)"
 

@@ -12,7 +12,7 @@ from tailrace.bench.report.findings import LATENCIES
 from tailrace.bench.table import figure
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tailrace.bench.advise import Advice
     from tailrace.bench.cost import Cost
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
         TrialRow,
     )
 
+BEST_CASE = (
+    "The machine runs at its highest rate that holds: the best case. Half idle, a token costs "
+    "twice as much."
+)
 RESOURCES = tuple(name for name in readings.LABELS if name != "cpu_steal_max")
 
 
@@ -285,11 +289,18 @@ def costs(found: Sequence[tuple[str, Cost]]) -> Table:
         words=frozenset({0, 1}),
         is_grouped=True,
         hot=5,
-        note=(
-            "The machine runs at its highest rate that holds: the best case. Half idle, a token "
-            "costs twice as much."
-        ),
+        note=" ".join([BEST_CASE, *_without_cost([cost for _, cost in found])]),
     )
+
+
+def _without_cost(costs: Sequence[Cost]) -> Iterator[str]:
+    """Yield why a cost is missing, each reason once."""
+    names: dict[str, list[str]] = {}
+    for cost in costs:
+        if cost.reason:
+            names.setdefault(cost.reason, []).append(cost.contender)
+    for reason, contenders in names.items():
+        yield f"No cost of {', '.join(dict.fromkeys(contenders))}: {reason}."
 
 
 def _cost_cells(cost: Cost) -> tuple[str, ...]:
@@ -301,7 +312,7 @@ def _cost_cells(cost: Cost) -> tuple[str, ...]:
         f"{money(cost.price_per_hour)} {cost.currency}" if cost.price_per_hour is not None else "-",
         rps(cost.max_rps),
         "-" if cost.output_tokens_per_s is None else f"{cost.output_tokens_per_s:,.0f}",
-        cost.reason or f"{money(cost.output_per_million)} {cost.currency}",
+        "-" if cost.reason else f"{money(cost.output_per_million)} {cost.currency}",
         span,
         "-"
         if cost.total_per_million is None
