@@ -341,7 +341,7 @@ def _locustfile() -> None:
 
 @bench_app.command("replay")
 def _replay(
-    trace: Annotated[str, typer.Argument(help="A trace file, or a built-in profile: azure-conv.")],
+    trace: Annotated[str, typer.Argument(help="A trace file, or a profile, such as azure-conv.")],
     *,
     url: Annotated[str, typer.Option(help="The server's base URL.")] = "http://127.0.0.1:8001",
     model: Annotated[str | None, typer.Option(help="Default: the first it lists.")] = None,

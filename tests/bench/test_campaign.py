@@ -114,6 +114,13 @@ def test_no_server_sees_a_text_twice(measure):
     assert len(set(texts)) == len(texts)
 
 
+def test_a_server_is_warmed_by_as_many_requests_as_the_plan_says(measure):
+    for count in (1, 7):
+        field = Field({"a": 16})
+        measure(plan_of("a", pairs=1, warm_requests=count), field, out=f"out{count}")
+        assert len(field.warm_prompts) == count
+
+
 def test_the_result_on_disk_is_the_result(measure, tmp_path):
     outcome = measure(plan_of("a", "b"), Field({"a": 16, "b": 12}))
     stored = read_result(tmp_path / "out")

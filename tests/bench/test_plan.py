@@ -91,6 +91,7 @@ def test_the_result_keeps_the_plan_without_the_values_of_variables(tmp_path):
         ("pairs = 6", "pairs = true", "pairs = True: must be of type int"),
         ("seed = 3", "seed = -1", "seed = -1: must be 0 to"),
         ("pairs = 6", "pairs = 0", "pairs = 0: must be at least 1"),
+        ("pairs = 6", "warm_requests = 0", "warm_requests = 0: must be 1 to 1000"),
         ("max_input_tokens = 512", "rate_rps = 2", "[traffic] rate_rps: rates are what [search]"),
         ("max_input_tokens = 512", "seed = 2", "[traffic] seed: stands at the top of the plan"),
         ("p95_ttft = 2.0", "p95_tfft = 2.0", "did you mean 'ttft'?"),

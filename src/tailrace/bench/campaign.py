@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from tailrace.bench.records import Record
     from tailrace.bench.run import Run
 
-WARM_REQUESTS = 4
 STEADY_SEEDS = 800
 """Where the seeds of a pair's steady trials begin, beyond those of its search."""
 SECOND_TRY = MOST_LOADS
@@ -232,7 +231,10 @@ class Campaign:
         codec = served.server.codec(served.target.model)
         await self.shelf.agree(codec)
         work = await self.shelf.warm_work(
-            codec, served.target, draw=self.plan.draw_of(pair), requests=WARM_REQUESTS
+            codec,
+            served.target,
+            draw=self.plan.draw_of(pair),
+            requests=self.plan.warm_requests,
         )
         shots = make_shots(as_server(served), work, self.options)
         await served.server.warm_up([shot.body for shot in shots], timeout_s=self.plan.timeout_s)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 FEWEST_PAIRS = 6
 """Interleaved pairs below which a ratio has no interval."""
+MOST_WARM_REQUESTS = 1000
 MOST_LOADS = 50
 """Steady loads; each has seeds of its own."""
 SERVER_TOKENIZER = "server"
@@ -150,6 +151,8 @@ class Plan:
     """The client's p99 lag beyond which a trial is invalid."""
     processes: int = 0
     """Client processes; 0 chooses by the rate."""
+    warm_requests: int = 4
+    """Requests of the run's lengths that a started server answers before its first trial."""
     canary: bool = True
     """Drive a mock at the planned peak first, to know what the client itself adds."""
     raw: dict[str, Any] = field(default_factory=dict)
@@ -183,6 +186,10 @@ class Plan:
             raise ConfigError(f"pairs = {self.pairs}: must be at least 1")
         if not 0 <= self.seed <= MAX_SEED - self.pairs:
             raise ConfigError(f"seed = {self.seed}: must be 0 to {MAX_SEED - self.pairs}")
+        if not 1 <= self.warm_requests <= MOST_WARM_REQUESTS:
+            raise ConfigError(
+                f"warm_requests = {self.warm_requests}: must be 1 to {MOST_WARM_REQUESTS}"
+            )
         if self.processes < 0:
             raise ConfigError(f"processes = {self.processes}: must be 0 (automatic) or more")
         if not 0 <= self.temperature <= 2:
@@ -256,7 +263,7 @@ _NOT_OF_TRAFFIC = {
 TABLES = ("platform", "traffic", "limits", "search", "steady", "engine", "team")
 _SIMPLE = (
     *("title", "pairs", "seed", "tokenizer", "temperature", "timeout_s", "max_lag_s"),
-    *("processes", "canary"),
+    *("processes", "warm_requests", "canary"),
 )
 
 

@@ -28,6 +28,11 @@ def test_an_unknown_name_brings_the_nearest():
         schedule_for("azure-cov", Shape(), seed=0)
 
 
+def test_a_preset_is_sent_to_the_command_that_takes_it():
+    with pytest.raises(ConfigError, match="`tailrace bench run` takes it"):
+        schedule_for("chat70", Shape(), seed=0)
+
+
 def test_a_file_is_read_and_its_format_named(tmp_path):
     file = tmp_path / "trace.csv"
     file.write_text("arrival_s,input_tokens,output_tokens\n0,5,6\n1,0,6\n3,7,8\n")

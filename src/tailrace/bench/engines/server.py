@@ -51,7 +51,8 @@ GPU_SLACK_BYTES = 512 * 2**20
 """More than before the start by no more than this counts as free: others use the GPU too."""
 NEIGHBOUR_BYTES = 2 * 2**30
 """Taken of a GPU before the start beyond this: not the driver's, but somebody's."""
-WARM_UP_AT_ONCE = 4
+WARM_UP_AT_ONCE = 64
+"""At most: engines compile, capture or tune some things for large batches only."""
 
 # What engines, CUDA, C++ and Python say of it; hints on how to avoid it are worded otherwise.
 _OUT_OF_MEMORY = re.compile(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tailrace.bench.traffic import profiles
 from tailrace.bench.traffic.azure_conv import AZURE_CONV
+from tailrace.bench.traffic.presets import PRESETS
 from tailrace.bench.traffic.profile import Profile, draw, draw_until
 from tailrace.bench.traffic.schedule import Schedule, Shape, plan
 from tailrace.bench.traffic.trace import read_trace
@@ -25,6 +26,8 @@ def schedule_for(trace: str, shape: Shape, *, seed: int) -> Schedule:
     file = Path(trace)
     if not file.is_file():
         hint = nearest(trace, PROFILES)
+        if trace in PRESETS:
+            hint = "; a preset has no times of its own: `tailrace bench run` takes it, with --rate"
         raise ConfigError(
             f"{trace}: neither a trace file nor a profile ({', '.join(PROFILES)}){hint}"
         )
