@@ -45,6 +45,13 @@ def test_the_cause_of_a_slow_first_token_is_found_in_the_request_log(tmp_path, c
     assert (ttft.total, ttft.median_s) == (100, pytest.approx(0.1032, abs=1e-4))
 
 
+def test_where_all_are_alike_no_cause_is_named(tmp_path):
+    ttft, e2e = explain(tmp_path, write_trial(tmp_path, spaced(100))).tails
+    for tail in (ttft, e2e):
+        assert "hardly slower than the median: there is no slow tail to explain" in tail.sentence
+        assert "mainly by" not in tail.sentence
+
+
 def test_a_long_answer_makes_slow_only_where_it_is_longer_than_usual(tmp_path):
     """Decode takes most of everybody's time, and yet the queue is what sets the slow apart."""
     scripts = [

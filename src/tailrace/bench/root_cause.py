@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from tailrace.bench.scrape import Scrape
 
 SLOW_SHARE = 0.05
+HARDLY_SLOWER = 1.1
+"""Times the median, up to which the slowest request is no slow tail."""
 EXAMPLES = 3
 LOG_SOURCE = "request log"
 READINGS_SOURCE = "records and readings"
@@ -410,6 +412,11 @@ def _sentence(
     least_s = requests[-1].value_s
     bound = "all of them failed" if math.isinf(least_s) else f"{_told(least_s)} and more"
     usual = "failed" if math.isinf(median_s) else _told(median_s)
+    if requests[0].value_s <= HARDLY_SLOWER * median_s and not math.isinf(median_s):
+        return (
+            f"The slowest {len(requests)} of {total} requests by {name} ({bound}; median {usual}) "
+            "are hardly slower than the median: there is no slow tail to explain."
+        )
     first = causes[0]
     return (
         f"The slowest {len(requests)} of {total} requests by {name} ({bound}; median {usual}): "
