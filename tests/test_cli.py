@@ -150,6 +150,20 @@ def test_what_cannot_be_measured_is_one_readable_line(arguments, said, tmp_path)
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_a_plan_can_be_looked_at_without_a_folder_and_measured_only_into_one(tmp_path):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(
+        '[traffic]\nsource = "chat70"\n[steady]\nrates = [2]\n'
+        '[[engine]]\nname = "a"\nkind = "openai"\nurl = "http://127.0.0.1:9"\n'
+    )
+    shown = run("compare", str(plan), "--check")
+    assert shown.returncode == 0, shown.stderr
+    assert "found running at http://127.0.0.1:9" in shown.stdout
+    refused = run("compare", str(plan))
+    assert refused.returncode == 2
+    assert "give the result folder" in refused.stderr
+
+
 def test_an_export_is_read_back_as_the_same_traffic(tmp_path):
     file = tmp_path / "out.jsonl"
     options = ["--rate", "5", "--duration", "10", "--seed", "3", "--max-input-tokens", "900"]

@@ -234,13 +234,24 @@ _RESUME = typer.Option("--resume", help="Go on with what --out holds.")
 def _compare(
     plan: Annotated[Path, typer.Argument(help="A plan file; plans/ has some.")],
     *,
-    out: Annotated[Path, typer.Option(help="The result folder.")],
+    out: Annotated[Path | None, typer.Option(help="The result folder; needed to measure.")] = None,
     resume: Annotated[bool, _RESUME] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Say what would be measured, and start nothing.")
+    ] = False,
 ) -> None:
     """Measure engines against each other: the ratio of their highest rates at an equal P95."""
     from tailrace.bench.compare import compare  # noqa: PLC0415
     from tailrace.bench.plan import read_plan  # noqa: PLC0415
 
+    if check:
+        from tailrace.bench.preview import preview  # noqa: PLC0415
+
+        for line in preview(read_plan(plan)):
+            typer.echo(line)
+        return
+    if out is None:
+        raise typer.BadParameter("give the result folder", param_hint="--out")
     outcome = compare(read_plan(plan), out, command=_command(), resume=resume)
     raise typer.Exit(outcome.exit_code)
 
