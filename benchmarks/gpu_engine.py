@@ -429,8 +429,9 @@ def prefetch_ways() -> dict[str, dict[str, Any]]:
     """Return the arms: how each is captured."""
     from tailrace.kernels.weight_prefetch.gaps import MIB, Budget
 
-    budgets = [Budget(mib * MIB) for mib in (4, 8, 16, 24)]
-    budgets += [Budget(16 * MIB, by_columns=True), Budget(16 * MIB, is_kept=True)]
+    budgets = [Budget(mib * MIB) for mib in (8, 16, 24)]
+    budgets += [Budget(16 * MIB, by_columns=True), Budget(16 * MIB, is_early=True)]
+    budgets += [Budget(16 * MIB, is_early=True, is_kept=True)]
     ways: dict[str, dict[str, Any]] = {"plain": {"dependent": False, "budget": None}}
     ways |= {budget.words: {"dependent": False, "budget": budget} for budget in budgets}
     ways["dependent"] = {"dependent": True, "budget": None}

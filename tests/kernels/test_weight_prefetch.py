@@ -82,13 +82,14 @@ SIZES = st.tuples(st.integers(1, 40), st.integers(1, 24).map(lambda n: 64 * n))
     st.integers(1, 40_000),
     st.integers(1, 80_000),
     st.booleans(),
+    st.booleans(),
     st.sampled_from([0, 64]),
 )
 def test_no_gap_exceeds_its_budget_no_byte_comes_twice_and_the_room_is_kept(
-    sizes, budget, room, by_columns, begin
+    sizes, budget, room, by_columns, is_early, begin
 ):
     weights = weights_of(sizes, begin)
-    asks = schedule(weights, Budget(budget, by_columns), room)
+    asks = schedule(weights, Budget(budget, by_columns, is_early), room)
     assert [ask.gap for ask in asks] == A_LAYER * (len(sizes) // 4) + ["norm"]
     lines = [line for ask in asks for span in ask.spans for line in bytes_of(span)]
     assert len(set(lines)) == len(lines)
@@ -99,6 +100,7 @@ def test_no_gap_exceeds_its_budget_no_byte_comes_twice_and_the_room_is_kept(
     for first in range(0, len(asks) - 1, 5):
         _, rope, attention, norm, _ = asks[first : first + 5]
         assert rope.nbytes + attention.nbytes <= room
+        assert is_early or not rope.spans
         out = weights[4 * (first // 5) + 1]
         held = range(out.data_ptr(), out.data_ptr() + out.nbytes)
         of_gate_up = [s.nbytes for s in attention.spans if s.memory.data_ptr() not in held]
@@ -107,7 +109,7 @@ def test_no_gap_exceeds_its_budget_no_byte_comes_twice_and_the_room_is_kept(
 
 def test_a_weight_is_asked_for_from_its_beginning_and_goes_on_where_it_ended():
     qkv, out, gate_up, down = weights = weights_of([(10, PIECE)] * 4)
-    asks = schedule(weights, Budget(4 * PIECE + 5), 100 * PIECE)
+    asks = schedule(weights, Budget(4 * PIECE + 5, is_early=True), 100 * PIECE)
     assert [[(s.memory.data_ptr(), s.count) for s in ask.spans] for ask in asks[:5]] == [
         [(qkv.data_ptr(), 4)],
         [(out.data_ptr(), 4)],
@@ -115,17 +117,26 @@ def test_a_weight_is_asked_for_from_its_beginning_and_goes_on_where_it_ended():
         [(gate_up.data_ptr(), 4)],
         [(down.data_ptr(), 4)],
     ]
-    asks = schedule(weights, Budget(8 * PIECE), 100 * PIECE)
-    assert [[(s.memory.data_ptr(), s.count) for s in ask.spans] for ask in asks[1:4]] == [
+    usual, early = (
+        schedule(weights, Budget(8 * PIECE, is_early=early), 100 * PIECE) for early in (False, True)
+    )
+    assert [[(s.memory.data_ptr(), s.count) for s in ask.spans] for ask in early[1:4]] == [
         [(out.data_ptr(), 8)],
         [(out.data_ptr() + 8 * PIECE, 2), (gate_up.data_ptr(), 6)],
         [(gate_up.data_ptr() + 6 * PIECE, 4)],
+    ]
+    assert [[(s.memory.data_ptr(), s.count) for s in ask.spans] for ask in usual[1:4]] == [
+        [],
+        [(out.data_ptr(), 8)],
+        [(gate_up.data_ptr(), 8)],
     ]
 
 
 def test_by_columns_every_row_is_asked_for_from_its_beginning():
     weights = weights_of([(10, PIECE)] * 4)
-    ask, _, further = schedule(weights, Budget(25 * LINE, by_columns=True), 100 * PIECE)[:3]
+    ask, _, further = schedule(
+        weights, Budget(25 * LINE, by_columns=True, is_early=True), 100 * PIECE
+    )[:3]
     (span,) = ask.spans
     assert (span.memory.data_ptr(), span.stride, span.piece, span.count) == (
         weights[0].data_ptr(), PIECE, 2 * LINE, 10,
@@ -192,7 +203,7 @@ def test_hopper_asks_for_pieces_others_for_lines(capability, in_bulk):
 
 def test_a_budget_has_a_name():
     assert Budget(8 * MIB).words == "8 MiB"
-    assert Budget(MIB // 2, by_columns=True, is_kept=True).words == "0.5 MiB, columns, kept"
+    assert Budget(MIB // 2, True, True, True).words == "0.5 MiB, columns, early, kept"
 
 
 # The programs

@@ -47,7 +47,11 @@ OPERATION = "weight prefetch"
 OFF = "off"
 MARGIN = 0.01
 """By how much less time a budget wins: whole steps, timed in turns, spread less than kernels."""
-CANDIDATES = tuple(Budget(mib * MIB) for mib in (8, 16, 24))
+CANDIDATES = (
+    *(Budget(mib * MIB) for mib in (8, 16, 24)),
+    Budget(16 * MIB, by_columns=True),
+    Budget(16 * MIB, is_early=True),
+)
 BOUND_S = 5.0
 """Of measuring at start; the class that is being measured may overrun it."""
 KEYS = (512, 4096)

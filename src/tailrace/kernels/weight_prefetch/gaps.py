@@ -3,16 +3,18 @@
 A gap is a kernel between two products: it leaves memory mostly idle, and the product after it is
 bound by its weight's bytes. A layer has five:
 
-    kernel     norm   | rope + attention           | norm              | silu
-    product        qkv                            o          gate, up           down
-    asks for   qkv    | o's head, o's rest, then   | gate_up, where    | down's head
-               's head|   gate_up's head           |   that ended      |
+    kernel     norm         | rope     | attention             | norm             | silu
+    product            qkv                                     o        gate, up          down
+    asks for   qkv's head   | (o's     | o's head, then        | gate_up, where   | down's
+                            |   head)  |   gate_up's           |   that ended     |   head
 
 Rules, which `schedule` keeps:
 1. No gap asks for more than the budget, and no byte is asked for twice.
 2. What is asked for and not multiplied yet never exceeds the room: half of the second-level cache,
    for the other half of it holds what the kernels themselves stream by.
 3. A weight is asked for in the order in which its product reads it (`Budget.by_columns`).
+4. Where many sequences' KV streams by, what was asked for before attention may be gone after it:
+   rope asks only where it is told to (`Budget.is_early`), and attention from where that ended.
 
 Kernels take their asks one after the other, as a step runs (`asking`): a kernel that is not the one
 whose turn it is, or a step that ends early, is an error, since bytes would be asked for at the
@@ -64,14 +66,18 @@ class Budget:
 
     Products whose programs all start at once read the former, those of several waves the latter.
     """
+    is_early: bool = False
+    """Whether o is asked for before attention already."""
     is_kept: bool = False
     """Whether lines that were asked for outlive what streams by: a hint to the cache."""
 
     @property
     def words(self) -> str:
         """Its name in a plan."""
-        more = (", columns" if self.by_columns else "") + (", kept" if self.is_kept else "")
-        return f"{self.nbytes / MIB:g} MiB{more}"
+        flags = {"columns": self.by_columns, "early": self.is_early, "kept": self.is_kept}
+        return ", ".join(
+            [f"{self.nbytes / MIB:g} MiB", *(name for name, on in flags.items() if on)]
+        )
 
 
 @dataclass(frozen=True)
@@ -160,7 +166,7 @@ def schedule(weights: Sequence[Tensor], budget: Budget, room: int) -> list[Ask]:
             _Head(weight, budget) for weight in weights[first : first + LINEARS]
         )
         asks.append(Ask("norm", qkv.take(most)))
-        early = Ask("rope", out.take(most))
+        early = Ask("rope", out.take(most) if budget.is_early else ())
         rest = out.take(min(most, room - early.nbytes))
         taken = early.nbytes + _size(rest)
         ahead = gate_up.take(min(most - _size(rest), room - taken))
