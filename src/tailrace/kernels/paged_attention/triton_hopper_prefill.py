@@ -128,10 +128,11 @@ def _produce_keys(common, q_desc, k_desc, row, head, place, UNIT: gl.constexpr):
     q_smem, k_pieces, _, bars, tiles, _ = common
     q_bar, k_full, k_free, _, _, _ = bars
     HEAD_DIM: gl.constexpr = q_smem.shape[2]
-    mbarrier.expect(q_bar, SIDES * q_desc.block_type.nbytes)
-    for side in gl.static_range(SIDES):
-        at = [row + side * SIDE, head * HEAD_DIM]
-        tma.async_copy_global_to_shared(q_desc, at, q_bar, q_smem.index(side))
+    if tiles > 0:  # else nobody would wait for them, and the next program's memory is this one's
+        mbarrier.expect(q_bar, SIDES * q_desc.block_type.nbytes)
+        for side in gl.static_range(SIDES):
+            at = [row + side * SIDE, head * HEAD_DIM]
+            tma.async_copy_global_to_shared(q_desc, at, q_bar, q_smem.index(side))
     _produce(k_desc, k_pieces, k_full, k_free, tiles, place, UNIT, HEAD_DIM // COLUMNS)
 
 
@@ -280,6 +281,31 @@ def _consume(
     BLOCK_N: gl.constexpr,
     TURNS: gl.constexpr,
 ):
+    """Compute one side of a tile; one without rows, as captured steps are padded with, has none."""
+    _, _, _, _, tiles, _ = common
+    if tiles > 0:
+        _attend(
+            common, out_ptr, row, rows_left, head, position, kv_len, scale_log2, side, NUM_HEADS,
+            UNIT, BLOCK_N, TURNS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _attend(
+    common,
+    out_ptr,
+    row,
+    rows_left,
+    head,
+    position,
+    kv_len,
+    scale_log2,
+    side: gl.constexpr,
+    NUM_HEADS: gl.constexpr,
+    UNIT: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    TURNS: gl.constexpr,
+):
     """Compute 64 rows of one head, and write them."""
     q_smem, k_pieces, v_pieces, bars, tiles, full = common
     q_bar, k_full, k_free, v_full, v_free, _ = bars
@@ -393,9 +419,7 @@ def hopper_prefill_kernel(
     for side in gl.static_range(SIDES):
         mbarrier.init(turns.index(side), count=1)
     bars = (q_bar, k_full, k_free, v_full, v_free, turns)
-    # A tile without rows, as captured steps are padded with, takes one of no keys: its sides wait
-    # for keys whatever there is.
-    common = (q_smem, k_pieces, v_pieces, bars, gl.maximum(gl.cdiv(end, BLOCK_N), 1), full)
+    common = (q_smem, k_pieces, v_pieces, bars, gl.cdiv(end, BLOCK_N), full)
     place = (table, head // GROUP, kv_len)
     row = row_start + first
     rows_left = num_rows - first
