@@ -135,9 +135,9 @@ INTERPRETED = [
 
 @pytest.mark.parametrize(("head_dim", "shape", "dtype", "unit"), INTERPRETED, ids=str)
 def test_in_the_interpreter_it_equals_the_reference(monkeypatch, head_dim, shape, dtype, unit):
-    """The first keys, a prefix that ends within a unit, more rows than a tile has."""
+    """The first keys, the last of a tile, rings that go round, more rows than a tile has."""
     interpret(monkeypatch, seed=unit)
-    chunks = [(5, 5), (1, 131), (130, 260)]
+    chunks = [(5, 5), (2, 128), (3, 900), (130, 260)]
     out, truth = attended(chunks, head_dim, shape, dtype, unit, heads=(2, 1))
     error = float((out.double() - truth).norm() / truth.norm())
     assert error < (0.003 if dtype == torch.bfloat16 else 0.0004)

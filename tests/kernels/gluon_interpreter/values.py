@@ -121,7 +121,7 @@ def array(value: object, like: torch.dtype | None = None, *, divides: bool = Fal
     if isinstance(value, Array):
         return value
     if isinstance(value, InFlight):
-        raise GluonFaultError("an accumulator is used before the wait that covers its product")
+        raise GluonFaultError(_UNCOVERED)
     if not isinstance(value, bool | int | float):
         raise GluonFaultError(f"no value of registers: {value!r}")
     if like is not None and _KINDS[type(value)] <= _kind(like):
@@ -391,3 +391,11 @@ class InFlight:
     @property
     def type(self) -> ArrayType:
         return ArrayType(self.dtype, self.shape, self.layout)
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise GluonFaultError(f"{_UNCOVERED}: its {name}")
+
+
+_UNCOVERED = "an accumulator is used before the wait that covers its product"
