@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.interpreter import quicken
+from tests.support.process_state import changes, process_state, put_threads_back
 
 # Triton reads it when a kernel is declared: without a GPU, kernels run in its interpreter. Asking
 # torch would cost every run of a test that needs none the import.
@@ -30,6 +31,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     if "triton.runtime.interpreter" in sys.modules:
         quicken()
+
+
+@pytest.fixture(autouse=True)
+def _leaves_the_process_as_it_was():
+    before = process_state()
+    yield
+    put_threads_back(before)
+    found = changes(before, process_state())
+    assert not found, f"the test leaves behind, for all tests after it: {'; '.join(found)}"
 
 
 @pytest.fixture(scope="session")

@@ -48,15 +48,15 @@ def test_the_token_budget_is_what_was_set_or_at_least_a_token_for_everybody():
 
 def test_threads_are_pinned_and_their_spinning_bounded_unless_the_user_said_otherwise(monkeypatch):
     for name in ("OMP_NUM_THREADS", "GOMP_CPU_AFFINITY"):
-        monkeypatch.delenv(name, raising=False)
+        # Set before, so that what pin_threads sets is undone with it.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     setup.pin_threads(1)
     environ = setup.os.environ
     assert environ["OMP_NUM_THREADS"] == "1"
     assert len(environ["GOMP_CPU_AFFINITY"].split()) == 1
     assert environ["GOMP_SPINCOUNT"] == "7"
-    for name in ("OMP_NUM_THREADS", "GOMP_CPU_AFFINITY"):
-        monkeypatch.delenv(name)
 
 
 class Keeper:
