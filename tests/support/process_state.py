@@ -37,8 +37,6 @@ def process_state() -> dict[str, object]:
         "import path": tuple(sys.path),
         "environment": _environment(),
     }
-    if asyncio := sys.modules.get("asyncio"):
-        state["event loop policy"] = type(asyncio.events._event_loop_policy)
     if structlog := sys.modules.get("structlog"):
         config = structlog.get_config()
         state["structlog"] = (

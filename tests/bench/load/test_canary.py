@@ -12,7 +12,7 @@ import pytest
 from tailrace.bench.load import Load, Shot
 from tailrace.bench.load import loopback as loopback_module
 from tailrace.bench.load.canary import Carried, Peak, _body, carry
-from tailrace.bench.load.loopback import CHUNK, CHUNK_BYTES, loopback
+from tailrace.bench.load.loopback import CHUNK, CHUNK_BYTES, CHUNKS_PER_S, loopback
 from tailrace.bench.stats import distribution
 from tailrace.errors import ConfigError
 
@@ -47,7 +47,9 @@ def test_every_chunk_is_stamped_before_it_is_read(tmp_path, pattern):
         sent = stamps[record.request_id]
         assert len(sent) == len(record.chunk_s) == 5
         assert all(s < r + started_s for s, r in zip(sent, record.chunk_s, strict=True))
-        assert all(0.01 < b - a < 2 for a, b in itertools.pairwise(sent))
+        # Each has its time; one that comes late does not delay the next.
+        assert all(a <= b for a, b in itertools.pairwise(sent))
+        assert sent[-1] - started_s - record.sent_s >= 4 / CHUNKS_PER_S
 
 
 def test_several_servers_share_the_port_and_all_stamps_are_found(tmp_path):

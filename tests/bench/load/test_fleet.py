@@ -124,7 +124,9 @@ def test_a_process_that_hangs_is_given_up(monkeypatch):
     async def freeze(fleet):
         os.kill(fleet._workers[0].process.pid, signal.SIGSTOP)
 
-    records, fleet, _ = run(lambda _: Behaviour(), shots([0.3, 0.3]), on_start=freeze)
+    # Neither has its answer before the freeze, were that a second late.
+    script = Behaviour(ttft_s=1.0)
+    records, fleet, _ = run(lambda _: script, shots([0.3, 0.3]), on_start=freeze)
     assert [record.status for record in records] == ["client", "ok"]
     assert "client process 0 died" in fleet.faults[0]
 
