@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -18,6 +19,9 @@ if not Path("/dev/nvidiactl").exists():
 # Tests and the servers that they start share the cores: threads that wait by spinning would take
 # most of them.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# A shell's background jobs ignore Ctrl-C, and so would all servers that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import itertools
 import os
+import socket
 import sys
 import urllib.request
 from pathlib import Path
 
 import pytest
 
+from tailrace.bench import launch
 from tailrace.bench.launch import LocalServer
 from tailrace.errors import EngineError
 
@@ -35,6 +38,38 @@ def test_the_server_is_ready_inside_the_block_and_gone_after_it(tmp_path):
         assert "--port" in server.command
     assert has_ended(server)
     assert "serving at" in server.log_file.read_text()
+
+
+def test_a_ports_number_is_none_that_the_kernel_hands_out(tmp_path, monkeypatch):
+    kernels = tmp_path / "range"
+    monkeypatch.setattr(launch, "_KERNELS_PORTS", kernels)
+    kernels.write_text("32768\t60999\n")
+    ports = {launch.free_port() for _ in range(20)}
+    assert len(ports) > 1
+    assert all(20_000 <= port < 32_768 for port in ports)
+
+
+@pytest.mark.parametrize("text", ["1024\t60999\n", "", "?"])
+def test_where_the_kernel_leaves_none_it_is_asked_for_one(tmp_path, monkeypatch, text):
+    kernels = tmp_path / "range"
+    monkeypatch.setattr(launch, "_KERNELS_PORTS", kernels)
+    kernels.write_text(text)
+    assert launch.free_port() > 0
+    kernels.unlink()
+    assert launch.free_port() > 0
+
+
+def test_a_port_that_is_used_is_left_out(monkeypatch):
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", 0))
+        first = used.getsockname()[1]
+        tried = itertools.chain([first - 20_000] * 2, itertools.count(1))
+        monkeypatch.setattr(launch, "_first_of_kernel", lambda: 65_000)
+        monkeypatch.setattr(launch.secrets, "randbelow", lambda _: next(tried))
+        assert 20_000 < launch.free_port() < first
+        monkeypatch.setattr(launch.secrets, "randbelow", lambda _: first - 20_000)
+        with pytest.raises(EngineError, match="100 of 20000 to 64999 are all in use"):
+            launch.free_port()
 
 
 def test_a_server_that_ends_early_is_an_error_with_its_last_words(tmp_path):

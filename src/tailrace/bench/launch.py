@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import socket
 import sys
 import tempfile
@@ -22,14 +24,35 @@ if TYPE_CHECKING:
 
 POLL_S = 0.2
 LOG_TAIL_LINES = 20
+_KERNELS_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port() -> int:
-    """Return a TCP port that nothing listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a TCP port that nothing uses, and that the kernel gives to nobody by itself.
+
+    A server binds it seconds later, when it has loaded: until then one of the kernel's own range
+    may have become the end of somebody's connection.
+
+    Raises:
+        EngineError: A hundred ports were all in use.
+    """
+    first, end = 20_000, _first_of_kernel()
+    for _ in range(100):
+        # Not `random`, which others may have seeded as it is here.
+        port = first + secrets.randbelow(end - first) if end - first >= 1000 else 0
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            bound: int = probe.getsockname()[1]
+            return bound
+    raise EngineError(f"no free TCP port: 100 of {first} to {end - 1} are all in use; free some")
+
+
+def _first_of_kernel() -> int:
+    """Return where the range begins from which the kernel takes ports; 0 where it does not say."""
+    try:
+        return int(_KERNELS_PORTS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 class LocalServer:
