@@ -82,6 +82,12 @@ def test_one_in_a_hundred_is_borne(changes):
     assert verdict(many(wrong=2, **changes)).is_valid
 
 
+def test_a_refusal_is_quoted_and_not_without_end():
+    said = "HTTP 400: " + "x" * 3000
+    (reason,) = verdict(many(wrong=3, status="http", http_status=400, error=said)).reasons
+    assert reason.endswith("the first with: " + said[:200])
+
+
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_server_without_room_is_measured(status):
     assert verdict(many(wrong=50, status="http", http_status=status)).is_valid

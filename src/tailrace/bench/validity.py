@@ -25,6 +25,8 @@ REFUSED_SHARE = 0.01
 """Requests that the server may turn away as wrong ones."""
 OVERLOADED = frozenset({408, 425, 429})
 """Statuses of 400 to 499 that do not say that the request is a wrong one."""
+MOST_TEXT = 200
+"""Characters of a server's own words in a reason."""
 MERGED_TOKENS = 1.2
 """Tokens a chunk from which on the gaps between chunks are not those between tokens."""
 CACHED_SHARE = 0.01
@@ -179,7 +181,7 @@ def _refused(records: Sequence[Record]) -> str:
         return ""
     return (
         f"{len(refused)} of {ended} requests were refused as wrong ones, not for want of room "
-        f"(bound {REFUSED_SHARE:.0%}), the first with: {refused[0].error}"
+        f"(bound {REFUSED_SHARE:.0%}), the first with: {(refused[0].error or '')[:MOST_TEXT]}"
     )
 
 
