@@ -162,6 +162,19 @@ def test_the_cautions_of_searches_and_trials_stand_at_the_top(changed):
     assert any("valid trials (llamacpp" in s and "somebody else was here" in s for s in said)
 
 
+@pytest.mark.parametrize(
+    ("models", "is_said"),
+    [(("/models/Qwen2.5-7B/", "qwen2.5-7b"), False), (("a", "b"), True), (("", "b"), False)],
+)
+def test_models_of_different_names_are_said(changed, models, is_said):
+    def change(comparison):
+        for contender, model in zip(comparison.contenders, models, strict=True):
+            contender.model = model
+
+    said = any("llamacpp a, tailrace b" in text for text in cautions(changed(change)))
+    assert said == is_said
+
+
 def test_a_contender_of_several_versions_is_named(changed):
     def change(comparison):
         comparison.contenders[1].versions = ["0.23.0", "0.24.0"]

@@ -89,6 +89,7 @@ def cautions(platforms: Sequence[PlatformFindings]) -> list[str]:
             )
         told = (
             *_died(platform),
+            *_models(platform),
             *_few(platform),
             *search_cautions(platform.comparison),
             *trial_cautions(platform.comparison),
@@ -117,6 +118,17 @@ def _died(platform: PlatformFindings) -> Iterable[str]:
                 f"({', '.join(contender.versions)}): its figures mix them."
             )
         yield from (f"{contender.name}: {caution}" for caution in contender.cautions)
+
+
+def _models(platform: PlatformFindings) -> Iterable[str]:
+    """Say that contenders call their models differently; of a path the last name counts."""
+    contenders = [c for c in platform.comparison.contenders if c.model]
+    if len({c.model.rstrip("/").rpartition("/")[2].casefold() for c in contenders}) > 1:
+        named = ", ".join(f"{c.name} {c.model}" for c in contenders)
+        yield (
+            f"the contenders serve models of different names ({named}): the ratio compares engines "
+            "only where the weights are the same."
+        )
 
 
 def _few(platform: PlatformFindings) -> Iterable[str]:
