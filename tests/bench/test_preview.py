@@ -58,6 +58,8 @@ def test_what_a_start_would_refuse_is_refused(tmp_path):
     absent = replace(PLAN, engines=(replace(OURS, command=("no-such-program", "{port}")),))
     with pytest.raises(ConfigError, match="no such program"):
         preview(absent)
+    with pytest.raises(ConfigError, match="give a folder with tokenizer.json"):
+        preview(replace(PLAN, tokenizer=str(tmp_path)))
     trace = tmp_path / "trace.csv"
     trace.write_text("arrival_s,input_tokens,output_tokens\n0,5,5\n1,5,5\n2,5,5\n")
     with pytest.raises(ConfigError, match="ends after 3 requests"):

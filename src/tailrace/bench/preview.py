@@ -8,11 +8,15 @@ beside it (commands, requests, the least time) is what one asks of a plan that t
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tailrace.bench.campaign import first_probe, search_options
+from tailrace.bench.codec import FileCodec
 from tailrace.bench.engines import adapter_for
 from tailrace.bench.masking import masked
+from tailrace.bench.plan import SERVER_TOKENIZER
+from tailrace.bench.report import require_report
 from tailrace.bench.search import SEEDS_PER_DRAW
 from tailrace.bench.session import secrets_of
 from tailrace.bench.work_shelf import Offer, WorkShelf
@@ -36,6 +40,9 @@ def preview(plan: Plan) -> list[str]:
     Raises:
         ConfigError: It could not be started here.
     """
+    require_report()
+    if plan.tokenizer != SERVER_TOKENIZER:
+        FileCodec(Path(plan.tokenizer))
     return [
         plan.title,
         f"traffic: {plan.traffic.describe()}",
