@@ -1,7 +1,8 @@
 """The interpreter of Gluon: a right kernel gives the right result, each fault is named.
 
-The kernel multiplies over a ring as the real ones do. A fault is caught whatever the schedule: most
-are found in the account of who knows what, not in a result that happened to be wrong.
+The kernel multiplies over a ring as the real ones do; Triton compiles it for Hopper with each of
+the faults. One is caught whatever the schedule: most are found in the account of who knows what,
+not in a result that happened to be wrong.
 """
 
 from __future__ import annotations
@@ -63,9 +64,10 @@ def produce(x_desc, w_desc, rings, bars, steps, fault: gl.constexpr):
 def consume(out_ptr, rings, bars, steps, fault: gl.constexpr):
     x_ring, w_ring = rings
     full, free = bars
+    height: gl.constexpr = x_ring.shape[1]
     columns: gl.constexpr = w_ring.shape[1]
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-    acc = gl.zeros([x_ring.shape[1], columns], gl.float32, layout=sums)
+    acc = gl.zeros([height, columns], gl.float32, layout=sums)
     slot = 0
     phase = 0
     for _ in range(steps):
@@ -75,11 +77,15 @@ def consume(out_ptr, rings, bars, steps, fault: gl.constexpr):
         acc = warpgroup_mma(x_ring.index(slot), w, acc, is_async=True)
         if fault == "hands over too early":
             mbarrier.arrive(free.index(slot), count=1)
-        if fault != "waits at the end alone":
+        if fault == "waits for all but one":
+            acc = warpgroup_mma_wait(1, deps=[acc])
+        else:
             acc = warpgroup_mma_wait(0, deps=[acc])
         if fault != "no thread barrier":
             gl.thread_barrier()
-        if fault not in ("hands over too early", "never hands over"):
+        if fault == "never hands over":
+            pass
+        elif fault != "hands over too early":
             mbarrier.arrive(free.index(slot), count=1)
         if fault == "hands over twice":
             mbarrier.arrive(free.index(slot), count=1)
@@ -87,11 +93,12 @@ def consume(out_ptr, rings, bars, steps, fault: gl.constexpr):
         if slot == SLOTS:
             slot = 0
             phase ^= 1
-    if fault == "waits at the end alone":
+    if fault != "reads sums in flight":
         acc = warpgroup_mma_wait(0, deps=[acc])
-    if fault == "reads sums in flight":
+    else:
         acc = warpgroup_mma(x_ring.index(0), w_ring.index(0).permute((1, 0)), acc, is_async=True)
-    rows = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, sums))
+        acc = warpgroup_mma_wait(1, deps=[acc])
+    rows = gl.arange(0, height, layout=gl.SliceLayout(1, sums))
     places = gl.arange(0, columns, layout=gl.SliceLayout(0, sums))
     if fault == "writes out of bounds":
         rows += 1
@@ -158,7 +165,7 @@ FAULTS = {
     "forgets the ring's end": r"full\[3\]: there are 3",
     "multiplies unasked": "race: a product of x_ring",
     "hands over too early": "race in x_ring: a copy .* while a product",
-    "waits at the end alone": "race in x_ring: a copy .* while a product",
+    "waits for all but one": "race in x_ring: a copy .* while a product",
     "no thread barrier": "race in x_ring: a copy .* while a product",
     "never hands over": "deadlock: .*free",
     "hands over twice": "arrives twice|has completed phase|race in x_ring|complete",
@@ -186,6 +193,7 @@ def store_kernel(x_ptr, out_desc, w_desc, out_ptr, fault: gl.constexpr):
     """Multiply rows that are stored to shared memory by hand; copy them out too."""
     order: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     shape: gl.constexpr = out_desc.block_type.shape
+    height: gl.constexpr = shape[0]
     columns: gl.constexpr = w_desc.block_type.shape[0]
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
     x = gl.allocate_shared_memory(out_desc.dtype, shape, out_desc.layout)
@@ -194,7 +202,7 @@ def store_kernel(x_ptr, out_desc, w_desc, out_ptr, fault: gl.constexpr):
     mbarrier.init(bar, count=1)
     mbarrier.expect(bar, w_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(w_desc, [0, 0], bar, w)
-    rows = gl.arange(0, shape[0], layout=gl.SliceLayout(1, order))
+    rows = gl.arange(0, height, layout=gl.SliceLayout(1, order))
     inputs = gl.arange(0, shape[1], layout=gl.SliceLayout(0, order))
     at = x_ptr + rows[:, None] * shape[1] + inputs[None, :]
     values = gl.load(at)
@@ -210,10 +218,10 @@ def store_kernel(x_ptr, out_desc, w_desc, out_ptr, fault: gl.constexpr):
     if fault != "leaves a copy behind":
         tma.store_wait(0)
     mbarrier.wait(bar, 0)
-    zero = gl.zeros([shape[0], columns], gl.float32, layout=sums)
+    zero = gl.zeros([height, columns], gl.float32, layout=sums)
     acc = warpgroup_mma(x, w.permute((1, 0)), zero, use_acc=False)
     outputs = gl.arange(0, columns, layout=gl.SliceLayout(0, sums))
-    rows = gl.arange(0, shape[0], layout=gl.SliceLayout(1, sums))
+    rows = gl.arange(0, height, layout=gl.SliceLayout(1, sums))
     gl.store(out_ptr + rows[:, None] * columns + outputs[None, :], acc)
 
 
