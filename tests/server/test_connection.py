@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import json
 import socket
 import time
@@ -12,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tailrace.config import Config, ServerConfig
+from tailrace.server import connection as connection_module
 from tailrace.server import serve
 from tailrace.server.connection import MAX_HEAD_BYTES, connection_class
 from tests.server.fake_engine import Script
@@ -385,3 +387,45 @@ def test_a_client_that_never_takes_a_whole_answer_is_dropped(tiny_folder, monkey
             time.sleep(0.01)
         assert app.get("/live").status_code == 200
         assert len(read_to_end(slow)) < length
+
+
+@pytest.fixture(scope="module")
+def locked(tiny_folder):
+    """A server with a key, and bodies of a megabyte at most."""
+    config = Config(server=ServerConfig(api_key="secret", max_body_bytes=1 << 20))
+    with running_app(tiny_folder, config=config) as app:
+        yield app
+
+
+@pytest.mark.parametrize("is_chunked", [True, False], ids=["chunked", "length"])
+@pytest.mark.parametrize(("key", "code"), [("wrong", 401), ("secret", 413)])
+def test_a_client_that_reads_only_when_all_is_sent_gets_its_answer(locked, key, code, is_chunked):
+    size = 8 << 20
+    body = (b"x" * (1 << 16) for _ in range(size >> 16)) if is_chunked else b"x" * size
+    connection = http.client.HTTPConnection("127.0.0.1", locked.port, timeout=60)
+    headers = {"authorization": f"Bearer {key}"}
+    if is_chunked:
+        headers["transfer-encoding"] = "chunked"
+    connection.request(
+        "POST", "/v1/completions", body=body, headers=headers, encode_chunked=is_chunked
+    )
+    answer = connection.getresponse()
+    assert (answer.status, answer.headers["connection"]) == (code, "close")
+    assert json.loads(answer.read())["error"]
+    connection.close()
+
+
+def test_a_body_that_nobody_reads_is_taken_for_so_long_and_no_longer(tiny_folder, monkeypatch):
+    monkeypatch.setattr(connection_module, "LINGER_S", 0.2)
+    monkeypatch.setattr(connection_module, "LINGER_BYTES", 100_000)
+    head = b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000\r\n\r\n"
+    with running_app(tiny_folder) as app:
+        for rest in (b"", b"x" * 1000, b"x" * 10_000_000):
+            with app.connect() as connection, contextlib.suppress(ConnectionError):
+                connection.sendall(head + b"x")
+                assert status(read_until(connection, b"}}")) == 404
+                connection.sendall(rest)
+                deadline_s = time.monotonic() + 60
+                while app.server.server_state.connections:
+                    assert time.monotonic() < deadline_s, "the connection is still there"
+                    time.sleep(0.01)

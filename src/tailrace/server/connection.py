@@ -11,6 +11,8 @@ request: httptools passes over such a body and would take it for the next reques
 An end for every request of a connection that is lost: uvicorn tells only the latest of those that
 came behind each other, and reads nothing, not even the end, while one waits behind another.
 Streams without chunks to HTTP/1.0, which has none.
+A gentle end where an answer comes before its body is whole (a wrong key, a body too large): to
+close with bytes unread is a reset, and many clients would see that in place of the answer.
 """
 
 from __future__ import annotations
@@ -37,6 +39,9 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_READ_AHEAD = 8
 """Requests that are read while one before them is answered, so that a client's end is seen. One
 that sends more is read again when they are answered, and seen to have gone only then."""
+LINGER_S = 5.0
+LINGER_BYTES = 64 * 1024 * 1024
+"""Of a body that nobody reads, so much is thrown away after the answer, for so long."""
 _ALONE = b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _STALLED = b"HTTP/1.1 408 Request Timeout" + _ALONE
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large" + _ALONE
@@ -80,6 +85,8 @@ class Connection(HttpToolsProtocol):
         self._resumptions = 0
         self._first_byte_s = 0.0
         self._awaiting_drain: list[Callable[[float], None]] = []
+        self._linger_timer: TimerHandle | None = None
+        self._lingering_bytes = 0
         self._running: RequestResponseCycle | None = None
         """The request that the application answers; uvicorn's own `cycle` is the latest."""
 
@@ -91,8 +98,9 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the deadlines."""
         self._end_head()
-        if self._delivery_timer is not None:
-            self._delivery_timer.cancel()
+        for timer in (self._delivery_timer, self._linger_timer):
+            if timer is not None:
+                timer.cancel()
         self._tell_drained()  # as far as it will ever be
         self.pipeline.clear()  # those have not begun
         if self._running is not None and not self._running.response_complete:
@@ -110,6 +118,11 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Count a head's bytes before the parser stores them."""
+        if self._linger_timer is not None:
+            self._lingering_bytes += len(data)
+            if self._lingering_bytes > LINGER_BYTES:
+                self.transport.close()
+            return
         if self._in_head:
             self._head_bytes += len(data)
         else:
@@ -179,7 +192,18 @@ class Connection(HttpToolsProtocol):
         if cycle.scope["http_version"] == "1.0":
             # uvicorn hands on the instance's own.
             cycle.send = _without_chunks(cycle)  # type: ignore[assignment, method-assign]
+        cycle.transport = _GentleTransport(self, cycle)  # type: ignore[assignment]
         super()._start_asgi_task(cycle, app)
+
+    def close_after(self, cycle: RequestResponseCycle) -> None:
+        """Close, once the client has had time to take the answer."""
+        if not (cycle.response_complete and cycle.more_body) or self.transport.is_closing():
+            self.transport.close()
+            return
+        self.transport.write_eof()
+        loop = asyncio.get_running_loop()
+        self._linger_timer = loop.call_later(LINGER_S, self.transport.close)
+        self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
         """An answer is made; what of it the client has not taken has a deadline."""
@@ -302,6 +326,20 @@ class Connection(HttpToolsProtocol):
 
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+
+class _GentleTransport:
+    """A connection's transport as a request's answer uses it."""
+
+    def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
+        self._connection = connection
+        self._cycle = cycle
+        self.write = connection.transport.write
+        self.is_closing = connection.transport.is_closing
+
+    def close(self) -> None:
+        """See `Connection.close_after`."""
+        self._connection.close_after(self._cycle)
 
 
 def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
