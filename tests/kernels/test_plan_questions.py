@@ -6,9 +6,11 @@ import gc
 import itertools
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import structlog
 import torch
 
 from tailrace.errors import ConfigError
@@ -239,6 +241,75 @@ def test_a_candidate_that_does_not_end_is_an_error_that_names_it(monkeypatch, en
         return
     with pytest.raises(ConfigError, match="op, small: other has not ended after 0 s.*--plan off"):
         measure(asked, bench.timer, bench.clock, 100.0)
+
+
+class Device:
+    """A GPU whose faults are sticky: after one, whatever is called raises it again."""
+
+    FAULT = "CUDA error: an illegal memory access was encountered"
+
+    def __init__(self, monkeypatch):
+        self.is_lost = False
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: self.check())
+
+    def check(self):
+        if self.is_lost:
+            raise RuntimeError(self.FAULT)
+
+    def timer(self, work):
+        work()
+        return 1.0
+
+    def works(self, *names, faulty, good_runs=0):
+        """Return candidates that give the truth; one is a fault after so many runs."""
+        runs = []
+
+        def work(name):
+            self.check()
+            runs.append(name)
+            self.is_lost = name == faulty and runs.count(name) > good_runs
+            self.check()
+            return TRUTH
+
+        return {name: partial(work, name) for name in names}
+
+
+@pytest.mark.parametrize("good_runs", [0, 1], ids=["checked", "timed"])
+def test_a_fault_on_the_device_is_an_error_that_names_whose_it_is(monkeypatch, good_runs):
+    device = Device(monkeypatch)
+    works = device.works("usual", "wild", "after", faulty="wild", good_runs=good_runs)
+    asked = [Question("op", sizes, "usual", works, lambda: TRUTH) for sizes in ("a", "b")]
+    whose = r"op, a: wild is a fault on the GPU \(RuntimeError: CUDA error: an illegal"
+    with pytest.raises(ConfigError, match=f"{whose}.*--plan off .*--prefill-attention triton"):
+        measure(asked, device.timer, lambda: 0.0, 100.0, is_no_memory)
+
+
+def test_a_fault_that_shows_when_a_result_is_looked_at_is_one_of_its_candidate(monkeypatch):
+    device = Device(monkeypatch)
+
+    class Lost:
+        is_cuda = False
+
+        def double(self):
+            device.is_lost = True
+            device.check()
+
+    asked = [question(usual=TRUTH, wild=Lost(), after=TRUTH)]
+    with pytest.raises(ConfigError, match="op, small: wild is a fault on the GPU"):
+        measure(asked, device.timer, lambda: 0.0, 100.0, is_no_memory)
+
+
+def test_a_candidate_that_cannot_run_on_a_sound_device_is_refused_and_told(monkeypatch):
+    device = Device(monkeypatch)
+    asked = question(usual=TRUTH, big=RuntimeError("out of resource: shared memory"), after=TRUTH)
+    with structlog.testing.capture_logs() as logs:
+        (found,) = measure([asked], device.timer, lambda: 0.0, 100.0, is_no_memory)
+    why = "RuntimeError: out of resource: shared memory"
+    assert (found.refused, list(found.seconds)) == ({"big": why}, ["usual", "after"])
+    (told,) = logs
+    assert (told["event"], told["question"]) == ("plan_candidate_refused", "op, small")
+    assert (told["name"], told["why"]) == ("big", why)
 
 
 HELD = []

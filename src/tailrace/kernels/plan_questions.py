@@ -10,7 +10,8 @@ question: a plan must not change what is computed, only how fast.
 
 A candidate may win only where its result is as near to the reference as the default's, or, of
 decodes' attention, where it is the same to the last bit; one that raises, or strays, is refused,
-with the reason. One that finds no memory on the device is recorded as such, for it may serve where
+with the reason; one that hangs, or is a fault on the device, ends the start, for the device serves
+nobody then. One that finds no memory on the device is recorded as such, for it may serve where
 there is more, and a question without memory for its reference or its default goes unanswered. Time
 is bounded between candidates, so the last one's compilation may overrun it; what was not reached
 keeps its default until it is asked again.
@@ -79,6 +80,10 @@ _MOST_S, _POLL_S = 30.0, 1e-4
 """Of a candidate's first run, once it is compiled; and how often it is looked at."""
 _MOST_WORDS = 300
 """Of a failure."""
+_AGAIN = (
+    "start again with --plan off (or --prefill-attention triton, if it is Hopper's), and report it "
+    "with the GPU's name and torch's version"
+)
 _DECODES, _DECODE_KEYS = 32, 2048
 """Sequences of a step, and the most keys of each, that decodes' attention is timed with."""
 
@@ -199,6 +204,7 @@ def _answer(
             _give_back()
         else:
             refused[name] = tried.why
+            log.info("plan_candidate_refused", question=question.words, name=name, why=tried.why)
     return choose(
         question.operation,
         question.sizes,
@@ -219,34 +225,58 @@ def _try(
     """Check a candidate, then time it; return its seconds, or why it has none.
 
     Raises:
-        ConfigError: It does not end: whatever is asked of the device next would wait for it.
+        ConfigError: It does not end, or is a fault on the device: whatever is asked of that next
+            would wait for it, or fail as well.
         Exception: What passed the check fails while it is timed, and not for want of memory: the
             device is not to be relied on.
     """
     try:
         found = work()
         has_ended = _ends(found)
+        why = fault(found) if has_ended else ""
     # Triton's compiler raises what it likes; a candidate that cannot run here is no fault.
     except Exception as failure:  # noqa: BLE001
-        return _Failed(_words(failure), lacks_memory(failure))
+        return _failed(words, failure, lacks_memory)
     if not has_ended:
         raise ConfigError(
-            f"plan: {words} has not ended after {_MOST_S:.0f} s, and the GPU waits for it: start "
-            "again with --plan off (or --prefill-attention triton, if it is Hopper's), and report "
-            "it with the GPU's name and torch's version"
+            f"plan: {words} has not ended after {_MOST_S:.0f} s, and the GPU waits for it: {_AGAIN}"
         )
-    try:
-        why = fault(found)
-    except Exception as failure:  # noqa: BLE001 - what went wrong on the device is told here
-        return _Failed(_words(failure), lacks_memory(failure))
     if why:
         return _Failed(why)
     try:
         return timer(work)
     except Exception as failure:
-        if not lacks_memory(failure):
+        failed = _failed(words, failure, lacks_memory)
+        if not failed.is_memory:
             raise
+        return failed
+
+
+def _failed(words: str, failure: Exception, lacks_memory: Callable[[Exception], bool]) -> _Failed:
+    """Return what became of a candidate; the device is as good as it was.
+
+    Raises:
+        ConfigError: It took the device's context with it: whatever is asked next would fail too,
+            and be taken for a fault of its own.
+    """
+    if lacks_memory(failure):
         return _Failed(_words(failure), is_memory=True)
+    if _is_lost():
+        raise ConfigError(
+            f"plan: {words} is a fault on the GPU ({_words(failure)}): {_AGAIN}"
+        ) from failure
+    return _Failed(_words(failure))
+
+
+def _is_lost() -> bool:
+    """Whether the device refuses all work; a fault on it shows in whatever is called next."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own gap
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _ends(found: Tensor) -> bool:
