@@ -12,8 +12,9 @@ copies of a weight that none comes from the L2 cache. Those that cut a layer ali
     sides/programs/span order       whole numbers multiplied, scaled afterwards (`HopperShape`)
     n slices                        likewise, up to 32 rows, inputs split in a program (`FewShape`):
                                     layers with a multiprocessor for each 64 outputs
-    tile/warps/programs/span scaled weights scaled in half precision first (`ScaledShape`), compared
-                                    with the product by weights so rounded
+    tile/warps/programs/span whole  likewise, a product always in flight (`BandShape`)
+    tile/warps/programs/span scaled weights scaled in half precision first, compared with the
+                                    product by weights so rounded
 
 The floor is the bytes of codes, scales, rows and results at 4.19 TB/s, the copy rate of an H200.
 """
@@ -41,10 +42,10 @@ if TYPE_CHECKING:
 
     from tailrace.kernels.linear.packed_int4 import PackedInt4
     from tailrace.kernels.linear.triton_hopper_int4 import HopperShape
+    from tailrace.kernels.linear.triton_hopper_int4_bands import BandShape
     from tailrace.kernels.linear.triton_hopper_int4_few import FewShape
-    from tailrace.kernels.linear.triton_hopper_int4_scaled import ScaledShape
 
-    Shape = HopperShape | ScaledShape | FewShape
+    Shape = HopperShape | BandShape | FewShape
 
 LAYERS = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}
 """Outputs and inputs."""
@@ -86,23 +87,23 @@ def is_scaled(kind: Kind) -> bool:
 def candidates(rows: int) -> tuple[Shape, ...]:
     from tailrace.kernels.linear import (
         triton_hopper_int4,
+        triton_hopper_int4_bands,
         triton_hopper_int4_few,
-        triton_hopper_int4_scaled,
     )
 
-    modules = (triton_hopper_int4, triton_hopper_int4_scaled, triton_hopper_int4_few)
+    modules = (triton_hopper_int4, triton_hopper_int4_bands, triton_hopper_int4_few)
     return tuple(shape for module in modules for shape in module.CANDIDATES.get(rows, ()))
 
 
 def launcher(shape: Shape) -> Callable[..., torch.Tensor]:
     """Return the kernel of a shape."""
     from tailrace.kernels.linear.triton_hopper_int4 import HopperShape, int4_hopper
+    from tailrace.kernels.linear.triton_hopper_int4_bands import int4_bands
     from tailrace.kernels.linear.triton_hopper_int4_few import FewShape, int4_few
-    from tailrace.kernels.linear.triton_hopper_int4_scaled import int4_scaled
 
     if isinstance(shape, FewShape):
         return lambda x, weight, bias, scratch: int4_few(x, weight, bias, shape=shape)  # noqa: ARG005
-    return partial(int4_hopper if isinstance(shape, HopperShape) else int4_scaled, shape=shape)
+    return partial(int4_hopper if isinstance(shape, HopperShape) else int4_bands, shape=shape)
 
 
 def cut_of(shape: Shape, outputs: int, inputs: int, multiprocessors: int) -> object:
@@ -114,17 +115,21 @@ def cut_of(shape: Shape, outputs: int, inputs: int, multiprocessors: int) -> obj
 
 
 def usual_shapes(rows: int, outputs: int) -> tuple[Shape, ...]:
-    from tailrace.kernels.linear import triton_hopper_int4, triton_hopper_int4_scaled
+    from tailrace.kernels.linear import triton_hopper_int4, triton_hopper_int4_bands
 
-    modules = (triton_hopper_int4, triton_hopper_int4_scaled)
-    return tuple(module.shape_for(rows, outputs)[1] for module in modules)
+    banded = triton_hopper_int4_bands.shape_for
+    return (
+        triton_hopper_int4.shape_for(rows, outputs)[1],
+        banded(rows, outputs, is_scaled=False)[1],
+        banded(rows, outputs, is_scaled=True)[1],
+    )
 
 
 def scratch_of(weight: PackedInt4):  # noqa: ANN201
     import torch
 
     from tailrace.kernels.linear.triton_hopper_int4 import reserved_parts
-    from tailrace.kernels.linear.triton_hopper_int4_scaled import reserved
+    from tailrace.kernels.linear.triton_hopper_int4_bands import reserved
     from tailrace.kernels.linear.workspace import Workspace
 
     device = weight.codes.device
@@ -396,7 +401,7 @@ def main() -> None:
     begun = time.monotonic()
     kinds = list(dict.fromkeys(kind_of(rows, s) for rows in ROWS for s in candidates(rows)))
     if arguments.only_new:
-        kinds = [kind for kind in kinds if kind[1].endswith(("scaled", "slices"))]
+        kinds = [kind for kind in kinds if kind[1].endswith(("whole", "scaled", "slices"))]
     right = check_all(kinds)
     if arguments.only_check:
         raise SystemExit(len(right) != len(kinds))

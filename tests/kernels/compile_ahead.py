@@ -30,8 +30,8 @@ from tailrace.kernels.linear import (
     triton_float8_few,
     triton_float8_rows,
     triton_hopper_int4,
+    triton_hopper_int4_bands,
     triton_hopper_int4_few,
-    triton_hopper_int4_scaled,
     triton_hopper_int8,
     triton_hopper_ring,
     triton_int4,
@@ -233,25 +233,25 @@ def hopper_int4_cases(kind: int) -> Iterator[Case]:
         )  # fmt: skip
 
 
-def hopper_scaled_cases(kind: int) -> Iterator[Case]:
-    """Every candidate's kind that scales weights first, for both chunks, in one half each."""
+def hopper_band_cases(kind: int) -> Iterator[Case]:
+    """Every candidate's kind, for both chunks, in one half each."""
     if kind < HOPPER:
         return
     kinds = {
         (rows, chunk, shape.words): (rows, chunk, shape)
-        for rows, shapes in triton_hopper_int4_scaled.CANDIDATES.items()
+        for rows, shapes in triton_hopper_int4_bands.CANDIDATES.items()
         for shape in (replace(shape, least_span=4) for shape in shapes)
         for chunk in (64, 128)
     }
     for rows, chunk, shape in kinds.values():
         half = "bf16" if chunk == 128 else "fp16"
         constants = {
-            "TILE": shape.tile, "CHUNKS_A_GROUP": 1, "HAS_BIAS": True,
+            "TILE": shape.tile, "SCALED": shape.is_scaled, "CHUNKS_A_GROUP": 1, "HAS_BIAS": True,
             "STAGES": shape.stages(rows, chunk),
         }  # fmt: skip
         yield Case(
-            f"hopper_int4_scaled {rows}/{chunk} {shape.words}",
-            triton_hopper_int4_scaled.int4_scaled_kernel, constants, shape.warps,
+            f"hopper_int4_bands {rows}/{chunk} {shape.words}",
+            triton_hopper_int4_bands.int4_bands_kernel, constants, shape.warps,
             types={**_int4_types(half), **_int4_rings(half, shape.box, chunk, rows, 64)},
             registers=shape.registers, source=GluonASTSource,
         )  # fmt: skip
@@ -575,12 +575,9 @@ class Pipeline:
     """Groups of them that are waited for together."""
     drains: int
     """Waits that leave nothing in flight."""
-    torn: int
-    """Registers written or read while a product in flight still reads or writes them."""
 
 
 _LINE = re.compile(r"/\*[0-9a-f]{4,5}\*/ +(?:@!?U?P\d+ )?(\S+) *(.*?) *;")
-_PRODUCT = re.compile(r"R(\d+), R(\d+), gdesc\[UR\d+\], (?:R\d+|RZ)(.*)")
 
 
 def pipelines(code: str) -> list[Pipeline]:
@@ -600,49 +597,13 @@ def pipelines(code: str) -> list[Pipeline]:
 
 
 def _pipeline(body: list[tuple[str, str]]) -> Pipeline:
-    groups: list[list[tuple[set[int], set[int]]]] = [[]]  # sums and weights; the last one is open
-    waits, torn = [], 0
-    for operation, operands in [*body, *body]:  # twice: what is in flight at the loop's end
-        if operation.startswith("HGMMA"):
-            match = _PRODUCT.match(operands)
-            assert match is not None, operands
-            sums, weights = int(match[1]), int(match[2])
-            width = int(operation.split(".")[1].split("x")[1]) // 2
-            groups[-1].append(({*range(sums, sums + width)}, {*range(weights, weights + 4)}))
-            if "gsb0" in match[3]:
-                groups.append([])
-        elif operation.startswith("WARPGROUP.DEPBAR"):
-            waits.append(left := int(operands.split(",")[1], 16))
-            groups = groups[len(groups) - 1 - left :] if left < len(groups) else groups
-        else:
-            written, read = _touched(operation, operands)
-            flying = [product for group in groups for product in group]
-            torn += any(written & (sums | weights) or read & sums for sums, weights in flying)
-    operations = [operation for operation, _ in body]
+    products = [operands for name, operands in body if name.startswith("HGMMA")]
+    waits = [operands for name, operands in body if name.startswith("WARPGROUP.DEPBAR")]
     return Pipeline(
-        products=sum(operation.startswith("HGMMA") for operation in operations),
-        commits=sum("gsb0" in operands for name, operands in body if name.startswith("HGMMA")),
-        drains=waits[: len(waits) // 2].count(0),
-        torn=torn,
+        products=len(products),
+        commits=sum("gsb0" in operands for operands in products),
+        drains=sum(operands.endswith("0x0") for operands in waits),
     )
-
-
-_WRITES_NONE = ("ST", "BAR", "ISETP", "SYNCS", "R2UR", "BRA")
-
-
-def _touched(operation: str, operands: str) -> tuple[set[int], set[int]]:
-    """Return the registers that an instruction writes and reads."""
-    named = [int(number) for number in re.findall(r"\bR(\d+)", operands)]
-    if not re.match(r"R\d+", operands) or operation.startswith(_WRITES_NONE):
-        return set(), set(named)
-    width = 1
-    if operation.startswith("LDSM"):
-        width = int(operation.split(".")[-1])
-    elif ".128" in operation:
-        width = 4
-    elif ".64" in operation or "WIDE" in operation or operation.startswith("CS2R"):
-        width = 2
-    return {*range(named[0], named[0] + width)}, set(named[1:])
 
 
 def overlap(code: str) -> list[int]:
@@ -665,7 +626,7 @@ def main(kind: int) -> None:
         *other_cases(),
         *int4_cases(),
         *hopper_int4_cases(kind),
-        *hopper_scaled_cases(kind),
+        *hopper_band_cases(kind),
         *hopper_few_cases(kind),
         *hopper_int8_cases(kind),
         *hopper_prefill_cases(kind),
@@ -684,7 +645,7 @@ def main(kind: int) -> None:
             found["faults"] = machine_code.faults(code, found["registers"])
             if case.kernel is triton_hopper_prefill.hopper_prefill_kernel:
                 found["overlap"] = overlap(code)
-            if case.kernel is triton_hopper_int4_scaled.int4_scaled_kernel:
+            if case.kernel is triton_hopper_int4_bands.int4_bands_kernel:
                 found["pipelines"] = [asdict(loop) for loop in pipelines(code)]
         print(json.dumps(found), flush=True)  # noqa: T201
 

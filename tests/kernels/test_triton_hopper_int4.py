@@ -18,8 +18,8 @@ hopper = pytest.importorskip(
     "tailrace.kernels.linear.triton_hopper_int4", reason="Triton with Gluon is not installed"
 )
 
-scaled = pytest.importorskip(
-    "tailrace.kernels.linear.triton_hopper_int4_scaled",
+bands = pytest.importorskip(
+    "tailrace.kernels.linear.triton_hopper_int4_bands",
     reason="Triton with Gluon is not installed",
 )
 SHAPES = sorted(
@@ -101,8 +101,8 @@ def test_a_layer_gives_each_number_of_rows_to_its_kernel(monkeypatch):
 
     monkeypatch.setattr(hopper, "int4_hopper", kernel("Hopper"))
     monkeypatch.setattr(hopper, "reserved_parts", lambda outputs, chunks, device: 7)
-    monkeypatch.setattr(scaled, "int4_scaled", kernel("scaled"))
-    monkeypatch.setattr(scaled, "reserved", lambda outputs, chunks, device: (9, 11))
+    monkeypatch.setattr(bands, "int4_bands", kernel("scaled"))
+    monkeypatch.setattr(bands, "reserved", lambda outputs, chunks, device: (9, 11))
     monkeypatch.setattr(int4_linear, "int4_linear", kernel("Triton"))
     monkeypatch.setattr(int4_linear, "_is_hopper", lambda device: True)
     monkeypatch.setattr(int4_linear, "_WIDE", 40)
@@ -140,12 +140,12 @@ def test_weights_are_scaled_first_beyond_the_rows_that_are_not_rounded(
         return lambda *_, **__: taken.append(name)
 
     for module, name in (
-        (hopper, "int4_hopper"), (scaled, "int4_scaled"), (int4_linear, "int4_linear"),
+        (hopper, "int4_hopper"), (bands, "int4_bands"), (int4_linear, "int4_linear"),
     ):  # fmt: skip
         label = {"int4_linear": "Triton", "int4_hopper": "Hopper"}.get(name, "scaled")
         monkeypatch.setattr(module, name, kernel(label))
     monkeypatch.setattr(hopper, "reserved_parts", lambda *_: 7)
-    monkeypatch.setattr(scaled, "reserved", lambda *_: (9, 2000))
+    monkeypatch.setattr(bands, "reserved", lambda *_: (9, 2000))
     monkeypatch.setattr(int4_linear, "_is_hopper", lambda device: True)
     monkeypatch.setattr(int4_linear, "_WIDE", 40)
     monkeypatch.setattr(int4_linear, "rows_unrounded", lambda outputs, inputs: unrounded)

@@ -12,8 +12,8 @@ ring = pytest.importorskip(
 hopper = pytest.importorskip(
     "tailrace.kernels.linear.triton_hopper_int4", reason="Triton with Gluon is not installed"
 )
-scaled = pytest.importorskip(
-    "tailrace.kernels.linear.triton_hopper_int4_scaled",
+bands = pytest.importorskip(
+    "tailrace.kernels.linear.triton_hopper_int4_bands",
     reason="Triton with Gluon is not installed",
 )
 
@@ -23,7 +23,7 @@ CANDIDATES = [
         for rows, some in hopper.CANDIDATES.items()
         for shape in some
     ),
-    *((rows, shape, shape.tile) for rows, some in scaled.CANDIDATES.items() for shape in some),
+    *((rows, shape, shape.tile) for rows, some in bands.CANDIDATES.items() for shape in some),
 ]
 """Rows of the tile, shape, outputs of the tile."""
 LARGEST = [(shape, width) for rows, shape, width in CANDIDATES if rows in {64, 128}]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tailrace.kernels.linear import triton_hopper_int4_scaled as scaled
+from tailrace.kernels.linear import triton_hopper_int4_bands as bands
 from tailrace.kernels.linear.triton_int4 import UNPACK_BFLOAT16, UNPACK_FLOAT16
 from tests.kernels.gluon_interpreter.values import Array, GluonFaultError, plain
 
@@ -30,21 +30,25 @@ def _unpack(magic: int, dtype: torch.dtype) -> _Meaning:
     return run
 
 
-def _scaled(magic: int, shifts: tuple[int, int], dtype: torch.dtype) -> _Meaning:
-    """Return two nibbles of int16 as floats, plus their offsets, times a scale.
+def _pair(
+    magic: int, shifts: tuple[int, int], dtype: torch.dtype, *, scaled: bool
+) -> tuple[str, int, _Meaning]:
+    """Return what gives two nibbles of int16 as floats, plus their offsets, perhaps times a scale.
 
     In float16 the second nibble stays where it is, as 16 x what it is, and has an offset of its
     own.
     """
+    count = 1 if dtype == torch.bfloat16 else 2
 
     def run(args: list[Array]) -> list[torch.Tensor]:
-        codes, *offsets, scale = (x.data for x in args)
+        codes, *offsets = (x.data for x in args)
+        scale = offsets.pop() if scaled else torch.ones((), dtype=dtype)
         if {codes.dtype, *(x.dtype for x in offsets)} != {torch.int16} or scale.dtype != dtype:
-            raise GluonFaultError(f"codes and offsets in {[x.data.dtype for x in args]}")
+            raise GluonFaultError(f"codes, offsets and scales in {[x.data.dtype for x in args]}")
         wide = codes.int() & 0xFFFF
         results = []
         for nibble, shift in enumerate(shifts):
-            is_high = len(offsets) > 1 and nibble == 1
+            is_high = count == 2 and nibble == 1
             bits = wide >> (shift - 4) & 0xF0 if is_high else wide >> shift & 0xF
             value = (bits | magic).short().view(dtype)
             offset = offsets[-1 if is_high else 0].contiguous().view(dtype)
@@ -53,16 +57,25 @@ def _scaled(magic: int, shifts: tuple[int, int], dtype: torch.dtype) -> _Meaning
             results.append(steps * scale)
         return results
 
-    return run
+    return "=r,=r,r" + ",r" * (count + scaled), 2, run
 
 
-_TWO, _THREE = "=r,=r,r,r,r", "=r,=r,r,r,r,r"
+def _pairs() -> dict[str, tuple[str, int, _Meaning]]:
+    """Return the assembler of `triton_hopper_int4_bands`."""
+    found = {}
+    for prefix, scaled in (("", False), ("SCALED_", True)):
+        for half, magic, dtype in (
+            ("BFLOAT16", 0x4300, torch.bfloat16), ("FLOAT16", 0x6400, torch.float16),
+        ):  # fmt: skip
+            for place, shifts in (("LOW", (0, 4)), ("HIGH", (8, 12))):
+                text = getattr(bands, f"{prefix}{half}_{place}")
+                found[str(plain(text))] = _pair(magic, shifts, dtype, scaled=scaled)
+    return found
+
+
 MEANINGS: dict[str, tuple[str, int, _Meaning]] = {
     str(plain(UNPACK_BFLOAT16)): ("=r,=r,=r,=r,r,r", 2, _unpack(0x4300, torch.bfloat16)),
     str(plain(UNPACK_FLOAT16)): ("=r,=r,=r,=r,r,r", 2, _unpack(0x6400, torch.float16)),
-    str(plain(scaled.BFLOAT16_LOW)): (_TWO, 2, _scaled(0x4300, (0, 4), torch.bfloat16)),
-    str(plain(scaled.BFLOAT16_HIGH)): (_TWO, 2, _scaled(0x4300, (8, 12), torch.bfloat16)),
-    str(plain(scaled.FLOAT16_LOW)): (_THREE, 2, _scaled(0x6400, (0, 4), torch.float16)),
-    str(plain(scaled.FLOAT16_HIGH)): (_THREE, 2, _scaled(0x6400, (8, 12), torch.float16)),
+    **_pairs(),
 }
 """By text: the constraints, how many elements a register holds, and what is computed."""

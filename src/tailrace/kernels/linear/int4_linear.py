@@ -2,7 +2,7 @@
 
 `triton_int4` multiplies few rows; on Hopper `triton_hopper_int4` does where it is the faster one,
 over the same codes (`rows_by_triton`). Both multiply whole numbers, so no weight is rounded;
-`triton_hopper_int4_scaled` rounds them, for speed, and serves nobody yet (`rows_unrounded`).
+`triton_hopper_int4_bands` can round them, for speed, and serves nobody yet (`rows_unrounded`).
 
 Up to `MOST_ROWS` rows a product is bound by the weight's bytes, and the codes are a quarter of
 them. Beyond, arithmetic counts: the weight is written out in half precision, into a buffer that all
@@ -119,14 +119,14 @@ class Int4Linear:
             self._hopper.append((unrounded, int4_hopper))
             self.name += f", for Hopper above {by_triton} rows"
         if unrounded < MOST_ROWS:
-            from tailrace.kernels.linear.triton_hopper_int4_scaled import (  # noqa: PLC0415
-                int4_scaled,
+            from tailrace.kernels.linear.triton_hopper_int4_bands import (  # noqa: PLC0415
+                int4_bands,
                 reserved,
             )
 
             scaled_parts, arrivals = reserved(*layer)
             parts = max(parts, scaled_parts)
-            self._hopper.append((MOST_ROWS, int4_scaled))
+            self._hopper.append((MOST_ROWS, int4_bands))
             self.name += f", scaled in half precision above {unrounded} rows"
         self._tiles, self._writing = ways(held.outputs * held.inputs, by_triton)
         self._by_triton = by_triton

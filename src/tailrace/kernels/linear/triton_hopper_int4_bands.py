@@ -1,19 +1,21 @@
-"""A linear layer of few rows over a weight in 4 bits, for Hopper: scaled before the product.
+"""A linear layer of few rows over a weight in 4 bits, for Hopper: a product is always in flight.
 
-`triton_hopper_int4` multiplies whole numbers, and takes each group's sums to registers to scale
-them. Here a weight is scaled as it is unpacked,
+`triton_hopper_int4` has each of two sides unpack, multiply, wait and scale by itself. Here all
+warps of a program take its outputs band after band, 64 inputs a step, and unpack a step while the
+tensor cores multiply the one before:
 
-    w = (code - zero) * scale            each product rounded to the rows' dtype, as the scale is
+    warps         unpack 0 | unpack 1  | unpack 2  | ...      before unpack i + 1: wait for i - 1
+    tensor cores           | product 0 | product 1 | ...
 
-which is what AutoAWQ's and vLLM's kernels multiply by. So one accumulator runs over all inputs of a
-tile, nothing but the tensor core touches it, and a product is in flight at all times, from one unit
-to the next: while it runs, the side unpacks what comes after it.
+In one of two ways:
 
-    step      half 0, 64 inputs | half 0, the next 64 | half 1 ...
-    side      unpack 0 | unpack 1 | unpack 2 | ...
-    tensor core        | product 0 | product 1 | ...         before unpack i + 1: wait for i - 1
+    whole     code - zero is multiplied; a band's sums of a chunk are scaled in float32 when they
+              are there, and nothing is in flight from one chunk to the next. No weight is rounded.
+    scaled    w = (code - zero) * scale, the scale and each product rounded to the rows' dtype, is
+              multiplied, as AutoAWQ and vLLM do. One accumulator a band runs over all inputs of a
+              tile, touched by nothing else, and a product is in flight from each chunk to the next.
 
-`triton_hopper_ring` says what the rest is.
+Parts of a tile meet pair by pair (`_met`); `triton_hopper_ring` says what the rest is.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tailrace.kernels.dependent_launch import launch_options
+from tailrace.kernels.linear.triton_hopper_int4 import scale_of
 from tailrace.kernels.linear.triton_hopper_ring import (
     Cut,
     added,
@@ -59,20 +62,18 @@ STEP = gl.constexpr(_STEP)
 """Inputs of one product."""
 
 # A register holds two neighbouring int16 words, and a word four nibbles; $0 and $1 become the
-# floats of two nibbles of both. $3 and $4 hold minus the zero point with the exponent's offset, $5
-# the scale, twice each. 0xea is (a & b) | c.
+# floats of two nibbles of both. $3 (and $4 in float16) hold minus the zero point with the
+# exponent's offset, the last argument the scale, twice each. 0xea is (a & b) | c.
 _BFLOAT16 = """
 {
     .reg .b32 shifted, value, one;
     mov.b32 one, 0x3f803f80;
     FIRST
     lop3.b32 value, shifted, 0x000f000f, 0x43004300, 0xea;
-    fma.rn.bf16x2 value, value, one, $3;
-    mul.rn.bf16x2 $0, value, $4;
+    fma.rn.bf16x2 $0, value, one, $3;
     shr.u32 shifted, $2, SECOND;
     lop3.b32 value, shifted, 0x000f000f, 0x43004300, 0xea;
-    fma.rn.bf16x2 value, value, one, $3;
-    mul.rn.bf16x2 $1, value, $4;
+    fma.rn.bf16x2 $1, value, one, $3;
 }
 """
 # float16 has ten bits of mantissa: the second nibble need not be shifted down, as 16 x it fits.
@@ -82,49 +83,60 @@ _FLOAT16 = """
     mov.b32 sixteenth, 0x2c002c00;
     FIRST
     lop3.b32 value, shifted, 0x000f000f, 0x64006400, 0xea;
-    add.rn.f16x2 value, value, $3;
-    mul.rn.f16x2 $0, value, $5;
+    add.rn.f16x2 $0, value, $3;
     lop3.b32 value, shifted, 0x00f000f0, 0x64006400, 0xea;
-    fma.rn.f16x2 value, value, sixteenth, $4;
-    mul.rn.f16x2 $1, value, $5;
+    fma.rn.f16x2 $1, value, sixteenth, $4;
 }
 """
+_SCALING = {
+    _BFLOAT16: "    mul.rn.bf16x2 $0, $0, $4;\n    mul.rn.bf16x2 $1, $1, $4;\n}",
+    _FLOAT16: "    mul.rn.f16x2 $0, $0, $5;\n    mul.rn.f16x2 $1, $1, $5;\n}",
+}
 
 
-def _assembler(text: str, first: str, second: str = "") -> gl.constexpr:
-    return gl.constexpr(text.replace("FIRST", first).replace("SECOND", second))
+def _assembler(text: str, *, high: bool, scaled: bool) -> gl.constexpr:
+    scaling = _SCALING[text] if scaled else "}"
+    first = "shr.u32 shifted, $2, 8;" if high else "mov.b32 shifted, $2;"
+    text = text.replace("FIRST", first).replace("SECOND", "12" if high else "4")
+    return gl.constexpr(text.replace("}", scaling))
 
 
-_UNSHIFTED = "mov.b32 shifted, $2;"
-_SHIFTED = "shr.u32 shifted, $2, 8;"
-BFLOAT16_LOW = _assembler(_BFLOAT16, _UNSHIFTED, "4")
-BFLOAT16_HIGH = _assembler(_BFLOAT16, _SHIFTED, "12")
-FLOAT16_LOW = _assembler(_FLOAT16, _UNSHIFTED)
-FLOAT16_HIGH = _assembler(_FLOAT16, _SHIFTED)
+BFLOAT16_LOW = _assembler(_BFLOAT16, high=False, scaled=False)
+BFLOAT16_HIGH = _assembler(_BFLOAT16, high=True, scaled=False)
+FLOAT16_LOW = _assembler(_FLOAT16, high=False, scaled=False)
+FLOAT16_HIGH = _assembler(_FLOAT16, high=True, scaled=False)
+SCALED_BFLOAT16_LOW = _assembler(_BFLOAT16, high=False, scaled=True)
+SCALED_BFLOAT16_HIGH = _assembler(_BFLOAT16, high=True, scaled=True)
+SCALED_FLOAT16_LOW = _assembler(_FLOAT16, high=False, scaled=True)
+SCALED_FLOAT16_HIGH = _assembler(_FLOAT16, high=True, scaled=True)
 
 
 @gluon.jit
-def _nibbles(codes, meta, dtype: gl.constexpr, IS_HIGH: gl.constexpr):
+def _nibbles(codes, meta, dtype: gl.constexpr, IS_HIGH: gl.constexpr, SCALED: gl.constexpr):
     """Return two nibbles' weights, in `dtype`, each [BAND, CHUNK / 4], from int16 of that shape."""
     zeros = meta & 15
-    scale = (meta & -16).to(gl.float32, bitcast=True).to(dtype)[:, None].broadcast_to(codes.shape)
+    scale = (scale_of(meta).to(dtype).broadcast_to(codes.shape),) if SCALED else ()
     if dtype == gl.bfloat16:
+        whole: gl.constexpr = BFLOAT16_HIGH if IS_HIGH else BFLOAT16_LOW
+        scaled: gl.constexpr = SCALED_BFLOAT16_HIGH if IS_HIGH else SCALED_BFLOAT16_LOW
         offsets = (zeros | 0xC300).to(gl.int16)[:, None].broadcast_to(codes.shape)
         w0, w1 = gl.inline_asm_elementwise(
-            BFLOAT16_HIGH if IS_HIGH else BFLOAT16_LOW,
-            "=r,=r,r,r,r",
-            args=[codes, offsets, scale],
+            scaled if SCALED else whole,
+            "=r,=r,r,r,r" if SCALED else "=r,=r,r,r",
+            args=(codes, offsets) + scale,  # noqa: RUF005 - Gluon knows no stars
             dtype=(gl.bfloat16, gl.bfloat16),
             is_pure=True,
             pack=2,
         )
     else:
+        whole16: gl.constexpr = FLOAT16_HIGH if IS_HIGH else FLOAT16_LOW
+        scaled16: gl.constexpr = SCALED_FLOAT16_HIGH if IS_HIGH else SCALED_FLOAT16_LOW
         offsets = (zeros | 0xE400).to(gl.int16)[:, None].broadcast_to(codes.shape)
         sixteenths = ((zeros << 4) | 0xD400).to(gl.int16)[:, None].broadcast_to(codes.shape)
         w0, w1 = gl.inline_asm_elementwise(
-            FLOAT16_HIGH if IS_HIGH else FLOAT16_LOW,
-            "=r,=r,r,r,r,r",
-            args=[codes, offsets, sixteenths, scale],
+            scaled16 if SCALED else whole16,
+            "=r,=r,r,r,r,r" if SCALED else "=r,=r,r,r,r",
+            args=(codes, offsets, sixteenths) + scale,  # noqa: RUF005
             dtype=(gl.float16, gl.float16),
             is_pure=True,
             pack=2,
@@ -133,17 +145,24 @@ def _nibbles(codes, meta, dtype: gl.constexpr, IS_HIGH: gl.constexpr):
 
 
 @gluon.jit
-def _weights(codes, meta, dtype: gl.constexpr, step: gl.constexpr, layout: gl.constexpr):
-    """Return [BAND, STEP] of scaled weights, in registers, from int16 [BAND, CHUNK / 4]."""
+def _weights(
+    codes,
+    meta,
+    dtype: gl.constexpr,
+    step: gl.constexpr,
+    layout: gl.constexpr,
+    SCALED: gl.constexpr,
+):
+    """Return [BAND, STEP] of weights, in registers, from int16 [BAND, CHUNK / 4]."""
     # The same registers hold them: a thread's outputs are those of its sums.
     meta = gl.convert_layout(meta, gl.SliceLayout(1, layout), assert_trivial=True)
     # Nibble i is the i-th quarter of the chunk: the quarters side by side, without a move.
     if codes.shape[1] * 4 == STEP:
-        w0, w1 = _nibbles(codes, meta, dtype, False)
-        w2, w3 = _nibbles(codes, meta, dtype, True)
+        w0, w1 = _nibbles(codes, meta, dtype, False, SCALED)
+        w2, w3 = _nibbles(codes, meta, dtype, True, SCALED)
         quarters = gl.join(gl.join(w0, w1), gl.join(w2, w3)).permute(0, 3, 2, 1)
     else:
-        w0, w1 = _nibbles(codes, meta, dtype, step == 1)
+        w0, w1 = _nibbles(codes, meta, dtype, step == 1, SCALED)
         quarters = gl.join(w0, w1).permute(0, 2, 1)
     return gl.convert_layout(quarters.reshape(codes.shape[0], STEP), layout, assert_trivial=True)
 
@@ -155,7 +174,7 @@ def _put(accs, band: gl.constexpr, acc):
 
 
 @gluon.jit
-def _multiplied(accs, rings, bars, slot, before, is_held, sums: gl.constexpr):
+def _scaled(accs, rings, bars, slot, before, is_held, sums: gl.constexpr):
     """Return the sums with a unit's begun products; hand back the slot before, if it `is_held`."""
     codes_ring, x_ring, meta_rows = rings
     meta_ring = flat(meta_rows)
@@ -177,7 +196,7 @@ def _multiplied(accs, rings, bars, slot, before, is_held, sums: gl.constexpr):
             # Loaded again: with the first step's words, all of a band would be unpacked before its
             # first product begins.
             words = codes.load(left)
-            w = _weights(words, meta, dtype, step, left)
+            w = _weights(words, meta, dtype, step, left, True)
             x = x_ring.index(slot * STEPS + step).permute((1, 0))
             accs = _put(accs, band, warpgroup_mma(w, x, accs[band], is_async=True))
             # For all but this product: the one before has left its registers.
@@ -189,7 +208,51 @@ def _multiplied(accs, rings, bars, slot, before, is_held, sums: gl.constexpr):
 
 
 @gluon.jit
-def _consume(common, TILE: gl.constexpr, HAS_BIAS: gl.constexpr):
+def _whole(accs, rings, bars, slot, sums: gl.constexpr):
+    """Return the sums with a unit's products, and hand back its slot.
+
+    What is in flight at the end of a loop's turn may not be what its next turn reads: the sums of a
+    chunk would be moved, for ptxas sees no reason to wait.
+    """
+    codes_ring, x_ring, meta_rows = rings
+    meta_ring = flat(meta_rows)
+    full, free = bars
+    BANDS: gl.constexpr = len(accs)
+    BAND: gl.constexpr = 16 * gl.num_warps()
+    BOXES: gl.constexpr = codes_ring.shape[0] // full.shape[0]
+    BOX: gl.constexpr = codes_ring.shape[1]
+    STEPS: gl.constexpr = x_ring.shape[0] // full.shape[0]
+    ROWS: gl.constexpr = x_ring.shape[1]
+    dtype: gl.constexpr = x_ring.dtype
+    left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
+    zero = gl.zeros([BAND, ROWS], gl.float32, layout=sums)
+    part, scale = zero, zero  # of the band before
+    for band in gl.static_range(BANDS):
+        box = slot * BOXES + band * BAND // BOX
+        codes = codes_ring.index(box).slice(band * BAND % BOX, BAND)
+        meta = meta_of(meta_ring, box, band * BAND % BOX, BAND, sums)
+        for step in gl.static_range(STEPS):
+            words = codes.load(left)
+            w = _weights(words, meta, dtype, step, left, False)
+            x = x_ring.index(slot * STEPS + step).permute((1, 0))
+            if step > 0:
+                part = warpgroup_mma(w, x, part, is_async=True)
+                w = warpgroup_mma_wait(1, deps=[w])
+            else:
+                begun = warpgroup_mma(w, x, zero, use_acc=False, is_async=True)
+                if band > 0:
+                    done = warpgroup_mma_wait(1, deps=[part])
+                    accs = _put(accs, band - 1, accs[band - 1] + done * scale)
+                part = begun
+                scale = scale_of(meta)
+    done = warpgroup_mma_wait(0, deps=[part])
+    gl.thread_barrier()  # all warps are done with the slot
+    mbarrier.arrive(free.index(slot), count=1)
+    return _put(accs, BANDS - 1, accs[BANDS - 1] + done * scale)
+
+
+@gluon.jit
+def consume(common, TILE: gl.constexpr, SCALED: gl.constexpr, HAS_BIAS: gl.constexpr):
     """Multiply each unit by its rows, band after band of its outputs."""
     rings, bars, pointers, sizes, low, high = common
     full, free = bars
@@ -206,21 +269,27 @@ def _consume(common, TILE: gl.constexpr, HAS_BIAS: gl.constexpr):
     for tile in range(low // chunks, (high - 1) // chunks + 1):
         begin = gl.maximum(low - tile * chunks, 0)
         end = gl.minimum(high - tile * chunks, chunks)
-        zero = warpgroup_mma_init(gl.zeros([BAND, ROWS], gl.float32, layout=sums))
+        zero = gl.zeros([BAND, ROWS], gl.float32, layout=sums)
+        if SCALED:
+            zero = warpgroup_mma_init(zero)
         accs = (zero,) * (TILE // BAND)
         before = slot
         for chunk in range(begin, end):
             mbarrier.wait(full.index(slot), phase)
-            accs = _multiplied(accs, rings, bars, slot, before, chunk > begin, sums)
-            before = slot
+            if SCALED:
+                accs = _scaled(accs, rings, bars, slot, before, chunk > begin, sums)
+                before = slot
+            else:
+                accs = _whole(accs, rings, bars, slot, sums)
             slot += 1
             if slot == STAGES:
                 slot = 0
                 phase ^= 1
-        for band in gl.static_range(len(accs)):
-            accs = _put(accs, band, warpgroup_mma_wait(0, deps=[accs[band]]))
-        gl.thread_barrier()
-        mbarrier.arrive(free.index(before), count=1)
+        if SCALED:
+            for band in gl.static_range(len(accs)):
+                accs = _put(accs, band, warpgroup_mma_wait(0, deps=[accs[band]]))
+            gl.thread_barrier()
+            mbarrier.arrive(free.index(before), count=1)
         first, others = sharers(sizes, tile)
         parts = part_ptr + (tile + first) * PART
         mine = gl.program_id(0) - first
@@ -265,7 +334,7 @@ def _met(accs, part_ptr, arrivals, mine, others, PART: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["num_rows", "chunks", "units", "span"])
-def int4_scaled_kernel(
+def int4_bands_kernel(
     codes_desc,
     x_desc,
     meta_desc,
@@ -280,6 +349,7 @@ def int4_scaled_kernel(
     units,
     span,
     TILE: gl.constexpr,
+    SCALED: gl.constexpr,
     CHUNKS_A_GROUP: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -311,11 +381,13 @@ def int4_scaled_kernel(
     descs = (codes_desc, x_desc, meta_desc)
     producer = (descs, rings, bars, low, high, sizes, CHUNKS_A_GROUP, DEPENDENT)
     common = (rings, bars, pointers, sizes, low, high)
-    gl.warp_specialize([(_consume, (common, TILE, HAS_BIAS)), (produce, producer)], [1], [24])
+    gl.warp_specialize(
+        [(consume, (common, TILE, SCALED, HAS_BIAS)), (produce, producer)], [1], [24]
+    )
 
 
 @dataclass(frozen=True)
-class ScaledShape:
+class BandShape:
     """How the kernel is specialised, and how it is laid over the multiprocessors."""
 
     tile: int
@@ -326,6 +398,8 @@ class ScaledShape:
     """A multiprocessor: 2 of 4 warps, or 1."""
     least_span: int
     """Fewest units a program: small layers are cut into fewer parts than there is room for."""
+    is_scaled: bool
+    """Whether weights are scaled before the product."""
 
     @property
     def registers(self) -> int:
@@ -340,7 +414,11 @@ class ScaledShape:
     @property
     def words(self) -> str:
         """Its name in a table."""
-        return f"{self.tile}/{self.warps}/{self.programs}/{self.least_span} scaled"
+        return f"{self.tile}/{self.warps}/{self.programs}/{self.least_span} {self._way}"
+
+    @property
+    def _way(self) -> str:
+        return "scaled" if self.is_scaled else "whole"
 
     def stages(self, rows: int, chunk: int) -> int:
         """Return how many units the ring holds, for tiles of so many rows."""
@@ -361,34 +439,44 @@ _MOST_BOXED = 256
 _REGISTERS = {(4, 2): 128, (8, 1): 168}
 
 
-def _candidates(rows: int) -> tuple[ScaledShape, ...]:
-    """Return the shapes of a tile's rows: kinds whose sums fit into registers, cut in some ways."""
-    kinds = [(256, 8, 1), (128, 8, 1)]
+def _candidates(rows: int) -> tuple[BandShape, ...]:
+    """Return the shapes of a tile's rows: kinds whose sums fit into registers, cut in some ways.
+
+    Scaling pays where sums are wide; beside few rows it costs as much as it saves.
+    """
+    whole, scaled = [(128, 8, 1)], [(256, 8, 1), (128, 8, 1)]
     if rows < MOST_ROWS:
-        kinds += [(512, 8, 1), (128, 4, 2)]
+        whole += [(256, 8, 1), (128, 4, 2)]
+    if rows < _WIDE_SUMS:
+        whole += [(512, 8, 1)]
+    elif rows < MOST_ROWS:
+        scaled += [(512, 8, 1), (128, 4, 2)]
     return tuple(
-        ScaledShape(tile, warps, programs, least)
-        for tile, warps, programs in kinds
-        for least in ((4, 7, 14) if tile == 128 else (4, 7))
+        BandShape(*kind, least, is_scaled)
+        for is_scaled, kinds in ((False, whole), (True, scaled))
+        for kind in kinds
+        for least in ((4, 7, 14) if kind[0] == 128 else (4, 7))
     )
 
 
+_WIDE_SUMS = 64
 MOST_ROWS = 128
 
-CANDIDATES: dict[int, tuple[ScaledShape, ...]] = {
+CANDIDATES: dict[int, tuple[BandShape, ...]] = {
     rows: _candidates(rows) for rows in (16, 32, 64, MOST_ROWS)
 }
 """By the rows of the tile, ascending: what a sweep may try."""
 
 
-def shape_for(rows: int, outputs: int) -> tuple[int, ScaledShape]:
+def shape_for(rows: int, outputs: int, *, is_scaled: bool) -> tuple[int, BandShape]:
     """Return the tile's rows, and its shape, for at most `MOST_ROWS` rows of a layer.
 
     By reckoning, not yet by measurement: wide tiles read rows less often, narrow ones leave fewer
     programs to a tile.
     """
     block_m = next(size for size in CANDIDATES if rows <= size)
-    return block_m, ScaledShape(256 if outputs >= _WIDE else 128, 8, 1, 4)
+    is_wide = outputs >= _WIDE and (is_scaled or block_m < MOST_ROWS)
+    return block_m, BandShape(256 if is_wide else 128, 8, 1, 4, is_scaled)
 
 
 _WIDE = 132 * 128
@@ -405,34 +493,36 @@ def reserved(outputs: int, chunks: int, device: torch.device) -> tuple[int, int]
     )
 
 
-def int4_scaled(
+def int4_bands(
     x_TI: Tensor,
     weight: PackedInt4,
     bias_O: Tensor | None,
     *,
     scratch: SplitScratch,
-    shape: ScaledShape | None = None,
+    is_scaled: bool = True,
+    shape: BandShape | None = None,
     out_TO: Tensor | None = None,
 ) -> Tensor:
-    """Return x @ weight.T + bias [T, O] in x's dtype, by `GroupInt4.scaled`; sums are float32.
+    """Return x @ weight.T + bias [T, O] in x's dtype; sums are float32.
 
     Args:
         x_TI: Contiguous; 1 to `MOST_ROWS` rows, bfloat16 or float16, at a multiple of 16 bytes.
         weight: On x's device, a Hopper GPU.
         bias_O: In x's dtype, or none.
         scratch: Large enough for the layer: `reserved`.
-        shape: Instead of the usual one.
+        is_scaled: Whether to multiply by `GroupInt4.scaled`; else by the weight as it is.
+        shape: Instead of the usual one; says that, too.
         out_TO: Where the result goes, contiguous; by default into new memory.
     """
     rows = x_TI.shape[0]
     chunks, padded, _ = weight.codes.shape
-    block_m, usual = shape_for(rows, weight.outputs)
+    block_m, usual = shape_for(rows, weight.outputs, is_scaled=is_scaled)
     shape = shape or usual
     cut = shape.cut(weight.outputs, chunks, multiprocessors(x_TI.device))
     if out_TO is None:
         out_TO = torch.empty(rows, weight.outputs, dtype=x_TI.dtype, device=x_TI.device)
     codes, x, meta = descriptors(x_TI, weight, shape.box, block_m, _STEP)
-    int4_scaled_kernel[(cut.programs,)](
+    int4_bands_kernel[(cut.programs,)](
         codes,
         x,
         meta,
@@ -447,6 +537,7 @@ def int4_scaled(
         cut.tiles * chunks,
         cut.span,
         TILE=shape.tile,
+        SCALED=shape.is_scaled,
         CHUNKS_A_GROUP=weight.chunks_a_group,
         HAS_BIAS=bias_O is not None,
         STAGES=shape.stages(block_m, weight.chunk),

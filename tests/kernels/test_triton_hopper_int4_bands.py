@@ -1,10 +1,12 @@
-"""The kernel for Hopper that scales 4-bit weights first, on the CPU in our Gluon interpreter.
+"""The kernel for Hopper that takes outputs band after band, on the CPU in our Gluon interpreter.
 
 On a GPU every candidate is checked, under a timeout, by benchmarks/gpu_int4.py; test_compile_ahead
 compiles them, and looks for products in flight whose registers are written.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +15,8 @@ from tailrace.kernels.linear import int4_linear
 from tailrace.kernels.linear.int4 import quantize_groups
 from tailrace.kernels.linear.workspace import Workspace
 
-scaled = pytest.importorskip(
-    "tailrace.kernels.linear.triton_hopper_int4_scaled",
+bands = pytest.importorskip(
+    "tailrace.kernels.linear.triton_hopper_int4_bands",
     reason="Triton with Gluon is not installed",
 )
 on_gluon = pytest.importorskip("tests.kernels.on_gluon", reason="Triton with Gluon is missing")
@@ -25,28 +27,32 @@ BOUNDS = {torch.bfloat16: 0.003, torch.float16: 0.0004}
 
 
 def multiplied(monkeypatch, layer, rows, shape, dtype, *, seed=0, dependent=False):
-    """Return x, the result, and its error against the product with the scaled weight."""
+    """Return x, the result, and its error against the product with the weight that is meant."""
     weight = layer.weight()
     sizes = layer.outputs, layer.chunks
     cut = shape.cut(*sizes, layer.multiprocessors)
     room = {
-        "parts": shape.parts(*sizes, scaled.shape_for(rows, 1)[0], layer.multiprocessors),
+        "parts": shape.parts(
+            *sizes, bands.shape_for(rows, 1, is_scaled=True)[0], layer.multiprocessors
+        ),
         "arrivals": cut.programs,
     }
     x, bias, y = on_gluon.product(
-        monkeypatch, scaled, scaled.int4_scaled, layer, weight, rows, room=room, seed=seed,
+        monkeypatch, bands, bands.int4_bands, layer, weight, rows, room=room, seed=seed,
         dtype=dtype, shape=shape, dependent=dependent,
     )  # fmt: skip
-    error = on_gluon.error(x, bias, y, weight.scaled(dtype))
+    scaled = on_gluon.error(x, bias, y, weight.scaled(dtype))
+    exact = on_gluon.error(x, bias, y, weight.dequantize())
     if dtype == torch.bfloat16:
-        exact = on_gluon.error(x, bias, y, weight.dequantize())
-        assert error < exact, "no weight is rounded"
-    return x, y, error
+        assert (scaled < exact) == shape.is_scaled, (
+            "weights are rounded, or not, as they should not"
+        )
+    return x, y, scaled if shape.is_scaled else exact
 
 
 CASES = [
     (block, group, dtype, shape)
-    for block, shapes in scaled.CANDIDATES.items()
+    for block, shapes in bands.CANDIDATES.items()
     for shape in shapes
     for least, group, dtype in ((4, 64, torch.float16), (7, 128, torch.bfloat16))
     if shape.least_span == least
@@ -54,14 +60,15 @@ CASES = [
 
 
 @pytest.mark.parametrize(("block", "group", "dtype", "shape"), CASES, ids=str)
-def test_it_equals_the_product_with_the_scaled_weight(monkeypatch, block, group, dtype, shape):
+def test_it_equals_the_product(monkeypatch, block, group, dtype, shape):
     torch.manual_seed(block + group)
     layer = on_gluon.Layer(group=group, multiprocessors=2)
     *_, error = multiplied(monkeypatch, layer, block - 3, shape, dtype, seed=block + group)
     assert error < BOUNDS[dtype]
 
 
-SMALL = scaled.ScaledShape(128, 4, 2, 2)
+SMALL = bands.BandShape(128, 4, 2, 2, is_scaled=True)
+WAYS = [SMALL, replace(SMALL, is_scaled=False)]
 
 
 @pytest.mark.parametrize(
@@ -69,16 +76,17 @@ SMALL = scaled.ScaledShape(128, 4, 2, 2)
     [(64, torch.bfloat16), (128, torch.float16), (192, torch.bfloat16), (256, torch.float16)],
     ids=str,
 )
-def test_groups_of_one_chunk_or_several_in_either_half(monkeypatch, group, dtype):
+@pytest.mark.parametrize("shape", WAYS, ids=str)
+def test_groups_of_one_chunk_or_several_in_either_half(monkeypatch, group, dtype, shape):
     layer = on_gluon.Layer(outputs=130, group=group)
-    *_, error = multiplied(monkeypatch, layer, 5, SMALL, dtype, seed=group)
+    *_, error = multiplied(monkeypatch, layer, 5, shape, dtype, seed=group)
     assert error < BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("shape", [SMALL, scaled.ScaledShape(128, 8, 1, 2)], ids=str)
+@pytest.mark.parametrize("shape", [*WAYS, bands.BandShape(128, 8, 1, 2, is_scaled=True)], ids=str)
 @pytest.mark.parametrize("stages", [2, 3])
 def test_slots_are_filled_again_only_when_all_are_done_with_them(monkeypatch, shape, stages):
-    monkeypatch.setattr(scaled, "stages", lambda unit_bytes, programs: stages)
+    monkeypatch.setattr(bands, "stages", lambda unit_bytes, programs: stages)
     for group in (64, 128):
         layer = on_gluon.Layer(outputs=200, chunks=9, group=group, multiprocessors=1)
         *_, error = multiplied(monkeypatch, layer, 7, shape, torch.bfloat16, seed=stages)
@@ -129,13 +137,15 @@ def test_a_row_is_the_same_beside_fewer_rows(monkeypatch):
     assert torch.equal(results[0][1], results[1][1])
 
 
+@pytest.mark.parametrize("is_scaled", [False, True])
 @pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 128])
-def test_the_usual_shape_is_a_candidate_of_the_tile_that_holds_the_rows(rows):
+def test_the_usual_shape_is_a_candidate_of_the_tile_that_holds_the_rows(rows, is_scaled):
     for outputs in (48, 4608, 37888):
-        block_m, shape = scaled.shape_for(rows, outputs)
+        block_m, shape = bands.shape_for(rows, outputs, is_scaled=is_scaled)
         assert rows <= block_m
         assert block_m == 16 or rows > block_m // 2
-        assert shape in scaled.CANDIDATES[block_m]
+        assert shape in bands.CANDIDATES[block_m]
+        assert shape.is_scaled == is_scaled
 
 
 @pytest.mark.gpu
