@@ -684,7 +684,7 @@ class CudaRunner:
         arrays["positions"][:sequences] = keys - 1
         arrays["table_rows"][:sequences] = np.arange(sequences)
         self._staging.send(self._staging.pack(arrays))
-        self._tables.pretend(sequences, self.kv_caches[0][0].shape[0])
+        self._tables.pretend(sequences, keys, self.kv_caches[0][0].shape[0])
         begin = self._mark()
         graph.replay()
         end = self._mark()
