@@ -266,6 +266,14 @@ class StepCosts(msgspec.Struct, frozen=True, array_like=True):
         late = self.late_token_s * max(0.0, rows - 2 * self.free_rows)
         return self.token_s * max(0.0, rows - self.free_rows) + late
 
+    def again_s(self, tokens: int) -> float:
+        """Return what so many tokens of one sequence, from its first, add to steps full of others.
+
+        Such steps have used up the free rows, and twice as many, so each token pays for all of its
+        arithmetic; what a step costs once is paid already.
+        """
+        return (self.token_s + self.late_token_s) * tokens + self.attention_s * attended(0, tokens)
+
     def tokens_within(self, seconds: float, depth: float, decodes: int) -> float:
         """Return how many prompt tokens, at most, add so many seconds to a step of decodes.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 
 import msgspec
@@ -27,7 +29,7 @@ from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.linear.triton_skinny import SkinnyLinear, SkinnyScratch
 from tailrace.kernels.paged_attention.prefill_kernels import hopper_shapes, name_of
 from tailrace.kernels.plan import Plan, pin, read, usual_file, write
-from tailrace.kernels.plan_questions import over
+from tailrace.kernels.plan_questions import Question, over
 from tailrace.kernels.triton_kernels import TritonKernels
 from tests.kernels.hopper_stand_in import let_hopper_serve
 from tests.support.interpreter import exact_float8, quietly
@@ -287,6 +289,33 @@ def test_a_whole_plan_is_measured_without_a_bound_and_replaces_the_old(tmp_path,
     with pytest.raises(ConfigError, match="is pinned"):
         measure_whole(kernels, MODEL, LONGEST, tmp_path / "pinned.json", ticking.timer, unit=8)
     assert ticking.calls == 0
+
+
+def test_what_one_question_is_asked_with_is_gone_when_the_next_is_asked(monkeypatch):
+    """Sequences of 32,768 tokens take gigabytes each."""
+    given, held = weakref.WeakSet(), []
+
+    def asked(*_):
+        for number in range(4):
+            yield question(number)
+
+    def question(number):
+        @cache
+        def tensor():
+            made = torch.ones(3)
+            given.add(made)
+            return made
+
+        def work():
+            held.append(len(given))
+            return tensor() + 0.0
+
+        return Question("linear", f"{number}", "one", {"one": work, "other": work}, tensor)
+
+    monkeypatch.setattr(cuda_plan, "questions_of", asked)
+    plan, _ = measure_whole(loaded(), MODEL, LONGEST, None, Ticking().timer, unit=8)
+    assert len(plan.choices) == 4
+    assert set(held) == {1}
 
 
 def test_a_model_with_nothing_to_choose_is_told_so(monkeypatch):

@@ -752,19 +752,26 @@ def test_a_lease_ends_in_time_on_an_engine_that_has_nothing_to_do():
     assert (stats.held_blocks, stats.leased_blocks) == (0, 0)
 
 
-def test_steps_that_score_prompts_teach_nothing_of_the_time_of_others():
+def test_steps_that_score_prompts_teach_nothing_of_the_time_of_others_and_are_no_misprediction():
     bench = make_bench(slots=2)
+    bench.engine.step_time.start(StepCosts(0.25, 0.0, 0, 0.0, 0.0, 0.0), np.ones(5))
     execute, observed = bench.runner.execute, []
 
     def scoring(rows):
-        result = execute(rows)
-        return replace(result, prompt_logprobs={0: []} if len(bench.runner.steps) == 2 else {})
+        result = replace(execute(rows), device_s=0.25)
+        if len(bench.runner.steps) != 2:
+            return result
+        return replace(result, device_s=5.0, prompt_logprobs={0: []})
 
     bench.runner.execute = scoring
     bench.engine.step_time.observe = lambda load, device_s: observed.append(load)
     bench.engine.add(request("r-0", [1] * 40, 2))
     bench.run()
     assert [load.prefill_tokens for load in observed] == [16, 8, 0]
+    timings = bench.engine.stats().timings
+    assert sum(timings.device.counts) == 4
+    assert (sum(timings.error.counts), timings.error.total, timings.recent_error) == (3, 0.0, 0.0)
+    assert sum(timings.ratio.counts) == 3
 
 
 def test_a_lease_goes_with_a_request_that_is_refused_or_aborted_while_it_waits():

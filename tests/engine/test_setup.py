@@ -1,5 +1,6 @@
 from concurrent.futures import Future
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -107,6 +108,13 @@ def test_swapping_pays_where_copying_is_quicker_than_computing_again():
     )
     loaded.step_time.start(costs, np.ones(5))
     # Ten units: 10 ms out and back; 80 tokens: 8 ms, and 3.24 ms for their 3240 pairs.
+    assert pays(80, 10)
+    assert not pays(60, 8)
+    # Where a copy serves prompts, what each token adds is in two terms.
+    apart = msgspec.structs.replace(
+        costs, token_s=0.5e-4, late_token_s=0.5e-4, prompts_apart=True, prompts_s=0.1
+    )
+    loaded.step_time.start(apart, np.ones(9))
     assert pays(80, 10)
     assert not pays(60, 8)
     assert setup.swap_pays(setup.Loaded(None, None, blocks, 64, "", None)) is None

@@ -51,6 +51,19 @@ def off(model_costs: StepCosts, truth: StepCosts, load: StepLoad) -> float:
     return abs(load.seconds(model_costs) / load.seconds(truth) - 1)
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["one copy", "two copies"])
+def test_tokens_computed_again_cost_what_they_add_to_a_full_step(apart):
+    """By the model itself, with no term 0: one that is added later is missed here first."""
+    terms = {name: 1e-3 * (i + 1) for i, name in enumerate(StepCosts.__struct_fields__)}
+    if not apart:
+        terms |= dict.fromkeys(("prompts_s", "decodes_s", "crowd_s", "late_token_s"), 0.0)
+    costs = StepCosts(**terms | {"free_rows": 128, "prompts_apart": apart})
+    others = {"decodes": 64, "context": 640.0}
+    full = costs.seconds(300.0, 5e4, **others)
+    with_them = costs.seconds(300.0 + 70, 5e4 + attended(0, 70), **others)
+    assert costs.again_s(70) == pytest.approx(with_them - full)
+
+
 UNSEEN = [
     decode(30, 1000),
     decode(100, 1500),

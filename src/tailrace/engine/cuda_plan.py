@@ -168,13 +168,21 @@ def measure_whole(
     kv_dtypes = [kernels.dtype]
     if kernels.capability >= FLOAT8_CAPABILITY:
         kv_dtypes.append(FLOAT8)
-    asked = list(questions_of(kernels, model, longest, kv_dtypes, unit))
+    asked = 0
+
+    def told() -> Iterator[Question]:
+        # One at a time: what a question is asked with goes when the next one comes.
+        nonlocal asked
+        for question in questions_of(kernels, model, longest, kv_dtypes, unit):
+            asked += 1
+            yield question
+
+    choices = measure(told(), timer, time.monotonic, math.inf, is_out_of_memory)
     if not asked:
         raise ConfigError(
             f"plan measure: nothing to choose for {key.model} on {key.gpu}: there is one kernel "
             "for each of its operations"
         )
-    choices = measure(asked, timer, time.monotonic, math.inf, is_out_of_memory)
     if not choices:
         raise ConfigError(
             f"plan measure: {key.gpu} has no memory for any question: end what else uses it, or "

@@ -365,11 +365,14 @@ class Engine:
         started = self._times.begin_s(in_flight.issued_s)
         self._times.last_done_s = now
         idle_s = result.idle_s if in_flight.follows else 0.0
-        self.meter.add_step(result.device_s, idle_s, result.queue_s, in_flight.predicted_s)
+        # Scoring prompts takes time that no later step does: it is neither judged nor learnt from.
+        scores = bool(result.prompt_logprobs)
+        predicted_s = None if scores else in_flight.predicted_s
+        self.meter.add_step(result.device_s, idle_s, result.queue_s, predicted_s)
         if self._late is not None:
             host_s = in_flight.host_s + result.queue_s
             self._late.observe(device_s=result.device_s, idle_s=idle_s, host_s=host_s)
-        if not result.prompt_logprobs:  # scoring prompts takes time that no later step does
+        if not scores:
             self.step_time.observe(in_flight.load, result.device_s)
         self._counters.steps += 1
         self._counters.step_time_s = now - started

@@ -24,7 +24,7 @@ from tailrace.errors import ConfigError, EngineError
 from tailrace.models.config import load_config
 from tailrace.telemetry.host_memory import host_room
 from tailrace.text.grammar import GrammarCompiler
-from tailrace.types import EngineReady, EngineRequest, SamplingParams, attended
+from tailrace.types import EngineReady, EngineRequest, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -290,7 +290,7 @@ def take_host_memory(
 def swap_pays(loaded: Loaded) -> Callable[[int, int], bool] | None:
     """Return what tells whether (tokens, units) are better copied out and back than computed again.
 
-    Tokens computed again go into steps that run anyway, so they cost what they add to those. Before
+    Tokens computed again go into steps that run anyway, and are full where memory is short. Before
     the model of step time is fitted (without warm-up) copying is taken to be the quicker.
     """
     host = loaded.host
@@ -301,8 +301,7 @@ def swap_pays(loaded: Loaded) -> Callable[[int, int], bool] | None:
         costs = loaded.step_time.costs
         if costs is None:
             return True
-        again_s = costs.token_s * tokens + costs.attention_s * attended(0, tokens)
-        return 2 * units * host.unit_s < again_s
+        return 2 * units * host.unit_s < costs.again_s(tokens)
 
     return pays
 

@@ -104,7 +104,8 @@ class StepMeter:
             device_s: What the device took; 0 where the runner does not measure.
             idle_s: What it stood still before although the step was there.
             queue_s: What the runner's thread took to queue it.
-            predicted_s: What was predicted when it was issued; None where nothing was.
+            predicted_s: What was predicted when it was issued; None where nothing was,
+                or where the step did what no prediction is of.
         """
         self.idle_s += idle_s
         self.queue_s += queue_s
