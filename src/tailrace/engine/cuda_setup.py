@@ -215,12 +215,13 @@ def load_runner(
         unit=config.kv_unit_tokens,
     )
     # Before anything is multiplied: layers that are made later find no scratch.
-    sampler, prefill, plan = _share_memory(
+    shared = _share_memory(
         config, folder, kernels, loaded, token_budget=token_budget, context=context, times=times
     )
+    prefill, memory = shared.prefill, shared.memory
     token_bytes = kv_bytes_per_token(loaded, kv_dtype)
     log.info("prefill_weights", serves=prefill.describe())
-    log.info("gpu_memory", plan=plan.describe())
+    log.info("gpu_memory", plan=memory.describe())
     times.mark("largest step")
     model, found = prefill.model, None
     if kv_dtype == FLOAT8:
@@ -228,14 +229,21 @@ def load_runner(
         log.info("kv_scales", source=found.source, scales=found.listed())
         times.mark("KV scales")
 
-    prefetching = find_budgets(str(config.weight_prefetch), config.plan, kernels, model)
+    prefetching = find_budgets(
+        str(config.weight_prefetch),
+        config.plan,
+        shared.plan,
+        model,
+        device=kernels.device,
+        kv_dtype=kv_dtype,
+    )
 
     def make(kv_share: float) -> tuple[CudaRunner, int, int]:
-        smaller = replace(plan, kv=int(plan.kv * kv_share))
+        smaller = replace(memory, kv=int(memory.kv * kv_share))
         length, num_blocks = size_pool(config, smaller, context, token_bytes)
         runner = CudaRunner(
             model,
-            sampler,
+            shared.sampler,
             kernels,
             num_blocks=num_blocks,
             block_size=config.kv_unit_tokens,
@@ -263,9 +271,21 @@ def load_runner(
     kv_words = "" if found is None else f"KV in float8, scales {found.describe()}; "
     words = (
         f"{torch.cuda.get_device_name(kernels.device)} ({kernels.name} kernels; {kv_words}"
-        f"prefill attention {attention}; prefill weights {prefill.describe()}; {plan.describe()})"
+        f"prefill attention {attention}; prefill weights {prefill.describe()}; {memory.describe()})"
     )
     return runner, length, num_blocks, words
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What lies in the device's memory beside KV, and what was found on the way there."""
+
+    sampler: DeviceSampler
+    prefill: Prefill
+    memory: MemoryPlan
+    plan: Plan | None
+    """Which kernel serves what, for the layers as they were when it was applied; None: none was
+    asked for."""
 
 
 def _share_memory(
@@ -277,7 +297,7 @@ def _share_memory(
     token_budget: int,
     context: int,
     times: StartTimes,
-) -> tuple[DeviceSampler, Prefill, MemoryPlan]:
+) -> _Shared:
     """Make the sampler and the prompts' copy, measure the plan and the largest step beside them.
 
     `prefill` is rebound where its copy finds no room: nothing else holds the copy, so that it is
@@ -290,10 +310,10 @@ def _share_memory(
     times.mark("prompts' weights")
     log.info("weights_loaded", held=describe_weights(prefill.model))
 
-    def measured() -> tuple[DeviceSampler, MemoryPlan]:
+    def measured() -> tuple[DeviceSampler, Plan | None, MemoryPlan]:
         sampler = _make_sampler(config, loaded, kernels)
-        _apply_plan(config, kernels, prefill.model, context, times)
-        return sampler, plan_memory(config, prefill.model, kernels, token_budget, context)
+        plan = _apply_plan(config, kernels, prefill.model, context, times)
+        return sampler, plan, plan_memory(config, prefill.model, kernels, token_budget, context)
 
     found = measured() if prefill.choice.format is None else _within_memory(measured)
     if found is None:
@@ -301,16 +321,16 @@ def _share_memory(
         gc.collect()
         torch.cuda.empty_cache()
         found = measured()
-    sampler, plan = found
+    sampler, plan, memory = found
     token_bytes = kv_bytes_per_token(loaded, kv_dtype_of(config, kernels))
     was, needed = prefill.choice.format, (config.kv_cache_tokens or context) * token_bytes
     prefill = prefill.in_room(
-        kv_bytes=plan.kv, needed_bytes=needed, is_fixed=config.kv_cache_tokens > 0
+        kv_bytes=memory.kv, needed_bytes=needed, is_fixed=config.kv_cache_tokens > 0
     )
     if prefill.choice.format is not was:
         gc.collect()
-        plan = plan_memory(config, prefill.model, kernels, token_budget, context)
-    return sampler, prefill, replace(plan, prompt_weights=prefill.copy_bytes)
+        memory = plan_memory(config, prefill.model, kernels, token_budget, context)
+    return _Shared(sampler, prefill, replace(memory, prompt_weights=prefill.copy_bytes), plan)
 
 
 def _within_memory(work: Callable[[], T]) -> T | None:
@@ -337,11 +357,11 @@ def _make_sampler(config: EngineConfig, model: CausalLM, kernels: TritonKernels)
 
 def _apply_plan(
     config: EngineConfig, kernels: TritonKernels, model: CausalLM, context: int, times: StartTimes
-) -> None:
+) -> Plan | None:
     """Find or measure the plan, if one is asked for; its timer's memory is free afterwards."""
     if config.plan == "off":
-        return
-    settle(
+        return None
+    plan = settle(
         config.plan,
         kernels,
         model,
@@ -351,6 +371,7 @@ def _apply_plan(
         unit=config.kv_unit_tokens,
     )
     times.mark("plan")
+    return plan
 
 
 def copy_for_prompts(

@@ -2,11 +2,12 @@
 
     off     nothing is asked for ahead
     MIB     every decode step of up to 128 rows asks for so much in each gap
-    auto    what the plan says; where it is `--plan auto` and says nothing, whole decode steps are
-            captured with and without, timed in turns, and the plan keeps the winners
+    auto    what the plan says; where it is `--plan auto` and lacks some budget, whole decode steps
+            are captured with and without, timed in turns, and the plan keeps the winners
 
 A step is timed twice, over short and over long sequences, and the sum counts: a budget must not win
-at the one by what it costs at the other. No budget changes a bit, so nothing is compared.
+at the one by what it costs at the other. No budget changes a bit, so nothing is compared. How long
+attention leaves memory idle hangs on what it reads, so that each kind of cache has its own choices.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from tailrace.engine.cuda_plan import key_of, known
 from tailrace.engine.cuda_runner import is_out_of_memory
 from tailrace.engine.graph_capture import quietly
 from tailrace.engine.weight_prefetch import ROW_CLASSES, DeviceCache
 from tailrace.errors import ConfigError
-from tailrace.kernels.plan import Plan, choose, read, require, usual_file, write
+from tailrace.kernels.plan import choose, usual_file, write
+from tailrace.kernels.plan_questions import over
 from tailrace.kernels.weight_prefetch.gaps import MIB, Budget
 
 if TYPE_CHECKING:
@@ -34,8 +35,7 @@ if TYPE_CHECKING:
 
     from tailrace.engine.cuda_runner import CudaRunner
     from tailrace.engine.weight_prefetch import Budgets
-    from tailrace.kernels.plan import Choice
-    from tailrace.kernels.triton_kernels import TritonKernels
+    from tailrace.kernels.plan import Choice, Plan
     from tailrace.models.causal_lm import CausalLM
 
     Replay = Callable[[], float]
@@ -68,6 +68,8 @@ class Prefetching:
     plan: Plan | None = None
     """Which what is missing is added to, once graphs are there; None: nothing is measured."""
     file: Path | None = None
+    operation: str = OPERATION
+    """What the plan calls it over the cache that serves."""
 
 
 def sizes_of(most_rows: int) -> str:
@@ -75,38 +77,53 @@ def sizes_of(most_rows: int) -> str:
     return f"decode steps up to {most_rows} rows"
 
 
-def find(asked: str, plan_asked: str, kernels: TritonKernels, model: CausalLM) -> Prefetching:
+def find(
+    asked: str,
+    plan_asked: str,
+    plan: Plan | None,
+    model: CausalLM,
+    *,
+    device: torch.device,
+    kv_dtype: torch.dtype,
+) -> Prefetching:
     """Return the budgets that are known before graphs are captured.
 
     Args:
         asked: `--weight-prefetch`.
         plan_asked: `--plan`.
-        kernels: Of the model.
+        plan: What came of that: it holds here, whatever became of the model's layers since.
         model: As decodes are served.
+        device: That serves.
+        kv_dtype: Of its cache.
 
     Raises:
-        ConfigError: The device cannot, has too little room, or the plan names no budget of here.
+        ConfigError: The device cannot, has too little room, or a plan that is taken as it is names
+            no budget of here.
     """
     if asked == OFF:
         return Prefetching({}, is_asked=False)
-    cache = cache_for(asked, kernels.device)
+    cache = cache_for(asked, device)
     if asked != "auto":
         budget = Budget(int(asked) * MIB)
         cache.asks(model, budget)
         return Prefetching(dict.fromkeys(ROW_CLASSES, budget))
-    key = key_of(kernels, model)
-    if plan_asked == "auto":
-        file = usual_file(key)
-        plan = known(file, key)
-    else:
-        file = Path(plan_asked)
-        plan = read(file)
-        require(plan, key, file)
-    offered = candidates(cache)
+    if plan is None:
+        raise ConfigError("--weight-prefetch auto: there is no plan to keep it in; add --plan auto")
+    file = usual_file(plan.key) if plan_asked == "auto" else Path(plan_asked)
+    operation, offered = over(OPERATION, kv_dtype), candidates(cache)
     cache.asks(model, CANDIDATES[0])
     is_open = plan_asked == "auto" and not plan.pinned
-    budgets = chosen(plan, offered, file)
-    return Prefetching(budgets, plan=plan if is_open else None, file=file)
+    if is_open:
+        plan = _without_strangers(plan, offered, operation)
+    elif not any(plan.choice(operation, sizes_of(bound)) for bound in ROW_CLASSES):
+        log.warning(
+            "weight_prefetch_not_in_plan",
+            question=operation,
+            file=str(file),
+            remedy="start once with --plan auto and a plan that is not pinned, which measures it",
+        )
+    budgets = chosen(plan, offered, file, operation)
+    return Prefetching(budgets, plan=plan if is_open else None, file=file, operation=operation)
 
 
 def cache_for(asked: str, device: torch.device) -> DeviceCache:
@@ -132,23 +149,40 @@ def candidates(cache: DeviceCache) -> list[Budget]:
     return [budget for budget in CANDIDATES if budget.nbytes <= cache.room]
 
 
-def chosen(plan: Plan, offered: Sequence[Budget], file: Path) -> Budgets:
+def _arms(offered: Sequence[Budget]) -> dict[str, Budget | None]:
+    """Return what can win, by the name that a plan gives it."""
+    return {OFF: None, **{budget.words: budget for budget in offered}}
+
+
+def _without_strangers(plan: Plan, offered: Sequence[Budget], operation: str) -> Plan:
+    """Return a plan without the choices that something else won than what is offered here."""
+    arms = _arms(offered)
+    strangers = [c for c in plan.choices if c.operation == operation and c.winner not in arms]
+    for choice in strangers:
+        log.warning(
+            "plan_choice_dropped",
+            question=f"{operation}, {choice.sizes}",
+            reason=f"{choice.winner!r} is no budget of here; it is measured again",
+        )
+    return plan.without(strangers)
+
+
+def chosen(plan: Plan, offered: Sequence[Budget], file: Path, operation: str) -> Budgets:
     """Return a plan's budgets; a class that it says nothing about has none.
 
     Raises:
         ConfigError: It names a budget that is not offered here.
     """
-    by_words: dict[str, Budget | None] = {budget.words: budget for budget in offered}
-    by_words[OFF] = None
+    arms = _arms(offered)
     budgets: dict[int, Budget | None] = {}
     for bound in ROW_CLASSES:
-        name = plan.winner(OPERATION, sizes_of(bound)) or OFF
-        if name not in by_words:
+        name = plan.winner(operation, sizes_of(bound)) or OFF
+        if name not in arms:
             raise ConfigError(
-                f"plan {file}: {OPERATION}, {sizes_of(bound)}: {name!r} is none of "
-                f"{', '.join(by_words)}; remove the file, or name another with --plan"
+                f"plan {file}: {operation}, {sizes_of(bound)}: {name!r} is none of "
+                f"{', '.join(arms)}; remove the file, or name another with --plan"
             )
-        budgets[bound] = by_words[name]
+        budgets[bound] = arms[name]
     return budgets
 
 
@@ -163,17 +197,19 @@ def settle(
 
     Where the device lacks memory for a second set of graphs, those that are there go on serving.
     """
-    plan, file = prefetching.plan, prefetching.file
+    plan, file, operation = prefetching.plan, prefetching.file, prefetching.operation
     if plan is None or file is None or runner.cache is None:
         return
     choices: list[Choice] = []
     try:
-        choices = measure(plan, runner, candidates(runner.cache), clock, bound_s)
+        choices = measure(
+            plan, runner, candidates(runner.cache), operation, clock=clock, bound_s=bound_s
+        )
         if not choices:
             return
         plan = plan.with_choices(choices)
         _keep(plan, file)
-        runner.prefetch_by(chosen(plan, candidates(runner.cache), file))
+        runner.prefetch_by(chosen(plan, candidates(runner.cache), file, operation))
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -191,22 +227,23 @@ def measure(
     plan: Plan,
     runner: CudaRunner,
     offered: Sequence[Budget],
+    operation: str,
+    *,
     clock: Callable[[], float],
     bound_s: float,
 ) -> list[Choice]:
-    """Return choices for the classes that a plan says nothing about and time allows."""
+    """Return choices for the classes of which a plan lacks what is offered, and time allows."""
     begun_s = clock()
-    choices = []
+    choices, arms = [], _arms(offered)
     for bound, rows in classes(runner.decode_sizes):
-        if plan.winner(OPERATION, sizes_of(bound)) is not None:
+        if plan.answers(operation, sizes_of(bound), arms):
             continue
         if clock() - begun_s >= bound_s:
             break
-        arms = {OFF: None, **{budget.words: budget for budget in offered}}
         with quietly():
             steps = {name: runner.rehearsals(rows, KEYS, arm) for name, arm in arms.items()}
         seconds = timed(steps)
-        choices.append(choose(OPERATION, sizes_of(bound), OFF, seconds, {}, margin=MARGIN))
+        choices.append(choose(operation, sizes_of(bound), OFF, seconds, {}, margin=MARGIN))
     if choices:
         log.info(
             "weight_prefetch_measured",

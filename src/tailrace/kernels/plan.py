@@ -97,6 +97,12 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         merged = {choice.question: choice for choice in (*self.choices, *choices)}
         return msgspec.structs.replace(self, choices=tuple(merged.values()))
 
+    def without(self, choices: Iterable[Choice]) -> Plan:
+        """Return the plan without its choices to the questions that these answer."""
+        questions = {choice.question for choice in choices}
+        kept = tuple(choice for choice in self.choices if choice.question not in questions)
+        return msgspec.structs.replace(self, choices=kept)
+
     def describe(self) -> list[str]:
         """Say it in lines: the key, then each choice with its times in microseconds."""
         key = msgspec.structs.asdict(self.key)

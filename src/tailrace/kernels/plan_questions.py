@@ -477,9 +477,9 @@ def _allowed_winner(
     return None
 
 
-def over(attention: str, kv_dtype: torch.dtype) -> str:
-    """Return what a plan calls attention over a cache: in float8 it is another kernel."""
-    return f"{attention} over float8" if kv_dtype == FLOAT8 else attention
+def over(operation: str, kv_dtype: torch.dtype) -> str:
+    """Return what a plan calls an operation over a cache: float8 has kernels of its own."""
+    return f"{operation} over float8" if kv_dtype == FLOAT8 else operation
 
 
 @dataclass(frozen=True)
