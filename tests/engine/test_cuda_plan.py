@@ -28,7 +28,7 @@ from tailrace.kernels.linear.cublas import CublasLinear
 from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.linear.triton_skinny import SkinnyLinear, SkinnyScratch
 from tailrace.kernels.paged_attention.prefill_kernels import hopper_shapes, name_of
-from tailrace.kernels.plan import Plan, pin, read, usual_file, write
+from tailrace.kernels.plan import Plan, choose, pin, read, usual_file, write
 from tailrace.kernels.plan_questions import Question, over
 from tailrace.kernels.triton_kernels import TritonKernels
 from tests.kernels.hopper_stand_in import let_hopper_serve
@@ -316,6 +316,21 @@ def test_what_one_question_is_asked_with_is_gone_when_the_next_is_asked(monkeypa
     plan, _ = measure_whole(loaded(), MODEL, LONGEST, None, Ticking().timer, unit=8)
     assert len(plan.choices) == 4
     assert set(held) == {1}
+
+
+def test_a_whole_plan_leaves_what_it_does_not_ask_and_forgets_what_it_does(monkeypatch):
+    exact_float8(monkeypatch)
+    budget = choose("weight prefetch", "decode steps up to 32 rows", "off", {"off": 1.0}, {})
+    gone = choose("decode attention", "another class", "a", {"a": 1.0}, {})
+    out = file_here()
+    write(Plan(key_of(loaded(), MODEL), (budget, gone)), out)
+    plan, _ = measure_whole(loaded(), MODEL, LONGEST, None, Ticking().timer, unit=8)
+    assert len(plan.choices) == 6 + 1
+    assert read(out).choices[-1] == plan.choices[-1] == budget
+    assert gone not in plan.choices
+    write(stale(plan), out)
+    plan, _ = measure_whole(loaded(), MODEL, LONGEST, None, Ticking().timer, unit=8)
+    assert (len(plan.choices), budget in plan.choices) == (6, False)
 
 
 def test_a_model_with_nothing_to_choose_is_told_so(monkeypatch):

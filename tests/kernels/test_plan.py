@@ -55,6 +55,16 @@ def test_a_later_answer_to_a_question_replaces_the_earlier():
     assert [c.seconds for c in plan.choices] == [{"usual": 2e-3}]
 
 
+def test_a_plan_without_a_choice_says_nothing_of_its_question():
+    first, second = (
+        choice({"usual": 1e-3}),
+        choose("attention", "longer", "usual", {"usual": 2e-3}, {}),
+    )
+    plan = Plan(KEY, (first, second))
+    assert plan.without([choice({"usual": 9.0})]).choices == (second,)
+    assert plan.without([]) == plan
+
+
 def test_the_description_names_the_key_the_winner_and_every_time():
     seconds = {"usual": 1e-3, "other": 5e-4}
     plan = Plan(KEY, (choice(seconds, refused=[("third", "it raised")]),), pinned=True)

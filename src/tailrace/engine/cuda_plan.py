@@ -28,8 +28,9 @@ from tailrace.kernels.plan import Key, Plan, read, require, usual_file, write
 from tailrace.kernels.plan_questions import Heads, apply, measure, questions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+    from tailrace.kernels.plan import Choice
     from tailrace.kernels.plan_questions import Question
     from tailrace.kernels.triton_kernels import TritonKernels
     from tailrace.models.causal_lm import CausalLM
@@ -155,7 +156,8 @@ def measure_whole(
 ) -> tuple[Plan, Path]:
     """Measure everything, however long it takes, and write it.
 
-    Attention over a cache in half precision, and in float8 where the GPU has it.
+    Attention over a cache in half precision, and in float8 where the GPU has it. What the file says
+    of other operations stays, if it holds here: a server measures whole steps and keeps them there.
 
     Raises:
         ConfigError: There is nothing to choose, no memory for it, or the file is a pinned plan or
@@ -168,13 +170,12 @@ def measure_whole(
     kv_dtypes = [kernels.dtype]
     if kernels.capability >= FLOAT8_CAPABILITY:
         kv_dtypes.append(FLOAT8)
-    asked = 0
+    asked = set()
 
     def told() -> Iterator[Question]:
         # One at a time: what a question is asked with goes when the next one comes.
-        nonlocal asked
         for question in questions_of(kernels, model, longest, kv_dtypes, unit):
-            asked += 1
+            asked.add(question.operation)
             yield question
 
     choices = measure(told(), timer, time.monotonic, math.inf, is_out_of_memory)
@@ -188,9 +189,18 @@ def measure_whole(
             f"plan measure: {key.gpu} has no memory for any question: end what else uses it, or "
             "lower --context-length"
         )
-    plan = Plan(key, tuple(choices))
+    plan = Plan(key, (*choices, *_foreign(file, key, asked)))
     write(plan, file)
     return plan, file
+
+
+def _foreign(file: Path, key: Key, asked: Collection[str]) -> Iterator[Choice]:
+    """Yield what a file's plan, if it holds here, says of other operations than these."""
+    if not file.exists():
+        return
+    plan = read(file)
+    if plan.key == key:
+        yield from (choice for choice in plan.choices if choice.operation not in asked)
 
 
 def complete(
