@@ -27,6 +27,7 @@ as well. Only then Qwen2.5-7B's shape with dummy weights is timed. Floors: 13.05
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import random
 import statistics
@@ -95,11 +96,14 @@ LAUNCHES = ((1, 500), (16, 500), (32, 500), (50, 500), (128, 500), (64, 4500))
 CHECKED = ((1, 1500), (8, 1500), (20, 700), (50, 700), (128, 100))
 """Sequences and their longest prompts, where launches are compared."""
 PREFETCH = ((1, 500), (8, 500), (20, 500), (50, 500), (128, 500), (50, 4500), (128, 4500))
+STEPS = ("weights", "kv_cache_dtype", "plan")
+"""Options that decode steps go by."""
+WHOLE = (*STEPS, "prefill_weights", "prefill_attention")
 ROUNDS, UNTIMED_STEPS, TIMED_STEPS = 6, 3, 16
 """Of each arm."""
 
 
-def main() -> None:
+def parser_of_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--skip-check", action="store_true")
@@ -125,7 +129,12 @@ def main() -> None:
         help="as of tailrace serve, for what is checked and timed",
     )  # fmt: skip
     parser.add_argument("--plan", default="off", help="as of tailrace serve, for what is timed")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    arguments = parser_of_options().parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(1) as runner:
         compared = compare_launches if arguments.launches else None
         compared = compare_prefetch if arguments.weight_prefetch else compared
@@ -301,14 +310,8 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
             f"mixed, {batch:>3} x {context} and prompts, {budget:>5} tokens: {step_ms:6.2f} ms a "
             "step", flush=True,
         )  # fmt: skip
-    name = (
-        f"gpu_engine_{arguments.weights}_prefill-{arguments.prefill_weights}"
-        f"_kv-{arguments.kv_cache_dtype}_attention-{arguments.prefill_attention}.json"
-    )
-    settings = {"weights": arguments.weights, "kv_cache_dtype": arguments.kv_cache_dtype}
-    settings |= {"prefill_weights": arguments.prefill_weights, "prefill_copy": copy}
-    settings |= {"prefill_attention": arguments.prefill_attention, "device": kept["loaded"].device}
-    (arguments.out / name).write_text(json.dumps({**settings, "rows": rows}))
+    found = {"prefill_copy": copy, "device": kept["loaded"].device, "rows": rows}
+    write_result("gpu_engine", arguments, WHOLE, found)
     if arguments.profile:
         for batch, context in ((50, 500), (128, 4500)):
             engine = setup.make_engine(config, kept["loaded"], runner.submit)
@@ -329,6 +332,25 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
     print(f"peak memory {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB")
 
 
+def result_name(kind: str, arguments: argparse.Namespace, options: tuple[str, ...]) -> str:
+    """Return a file's name that is another one for every setting: no run overwrites another's."""
+    given = {option: getattr(arguments, option) for option in options}
+    if given["plan"] not in {"off", "auto"}:  # a file, known by what it holds
+        file = Path(given["plan"])
+        given["plan"] = f"{file.stem[:40]}-{hashlib.sha256(file.read_bytes()).hexdigest()[:8]}"
+    parts = [f"{option.replace('_', '-')}-{value}" for option, value in given.items()]
+    return "_".join([kind, *parts]) + ".json"
+
+
+def write_result(
+    kind: str, arguments: argparse.Namespace, options: tuple[str, ...], found: dict[str, Any]
+) -> None:
+    settings = {option: getattr(arguments, option) for option in options}
+    file = arguments.out / result_name(kind, arguments, options)
+    file.write_text(json.dumps({**settings, **found}))
+    print(f"written: {file}", flush=True)
+
+
 def config_of(folder: Path, arguments: argparse.Namespace) -> EngineConfig:
     """Return the settings where ways to launch or to ask ahead are compared."""
     from tailrace.config import EngineConfig
@@ -336,7 +358,7 @@ def config_of(folder: Path, arguments: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
         model_path=str(folder), load_format="dummy", gpus=(0,), max_batch_size=128,
         context_length=8192, max_num_batched_tokens=8192, prefix_cache=False, itl_target_ms=0,
-        kv_cache_dtype=arguments.kv_cache_dtype, prefill_weights="same",
+        kv_cache_dtype=arguments.kv_cache_dtype, prefill_weights="same", plan=arguments.plan,
         gpu_memory_utilization=0.8,
     )  # fmt: skip
 
@@ -373,8 +395,7 @@ def compare_launches(
             f"{quartiles(times)} us",
             flush=True,
         )
-    name = f"gpu_launches_{arguments.weights}_kv-{arguments.kv_cache_dtype}.json"
-    (arguments.out / name).write_text(json.dumps({"weights": arguments.weights, "rows": rows}))
+    write_result("gpu_launches", arguments, STEPS, {"rows": rows})
 
 
 def compare_prefetch(
@@ -421,8 +442,7 @@ def compare_prefetch(
     print(f"the engine's step, 50 x 500, floor {floor:.2f} ms:")
     tell_arms({name: statistics.median(values) for name, values in times.items()}, floor)
     rows.append({"batch": 50, "context": 500, "floor_ms": floor, "engine_ms": times})
-    name = f"gpu_prefetch_{arguments.weights}_kv-{arguments.kv_cache_dtype}.json"
-    (arguments.out / name).write_text(json.dumps({"weights": arguments.weights, "rows": rows}))
+    write_result("gpu_prefetch", arguments, STEPS, {"rows": rows})
 
 
 def prefetch_ways() -> dict[str, dict[str, Any]]:

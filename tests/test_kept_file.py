@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tailrace.errors import ConfigError
-from tailrace.kept_file import KeptFile
+from tailrace.kept_file import KeptFile, OtherFormatError
 
 
 class Note(msgspec.Struct, forbid_unknown_fields=True):
@@ -44,6 +44,17 @@ def test_what_cannot_be_read_names_the_file_and_the_remedy(tmp_path, content, me
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=f"note .*note.json: .*{message}"):
         FILES.read(file)
+
+
+def test_what_another_version_wrote_is_told_from_damage(tmp_path):
+    file = tmp_path / "note.json"
+    file.write_bytes(b'{"words": 1, "format": 4}')
+    with pytest.raises(OtherFormatError):
+        FILES.read(file)
+    file.write_bytes(b'{"words": 1, "format": "4"}')
+    with pytest.raises(ConfigError) as raised:
+        FILES.read(file)
+    assert not isinstance(raised.value, OtherFormatError)
 
 
 def test_a_file_that_is_missing_or_has_no_place_is_an_error(tmp_path):

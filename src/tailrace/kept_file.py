@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
@@ -12,6 +13,10 @@ from tailrace.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+class OtherFormatError(ConfigError):
+    """A kept file is whole, and of another version: no damage, and nothing that this one reads."""
 
 
 class Versioned(Protocol):
@@ -49,7 +54,8 @@ class KeptFile(Generic[Content]):
         """Return a file's content.
 
         Raises:
-            ConfigError: It cannot be read, is none, or is of another format.
+            OtherFormatError: It is of another format.
+            ConfigError: It cannot be read, or is none.
         """
         try:
             with file.open("rb") as opened:
@@ -64,13 +70,26 @@ class KeptFile(Generic[Content]):
             # Before all else: what another version wrote is no damage.
             told = msgspec.json.decode(content, type=_Format).format
             if told not in (None, self.format):
-                raise ConfigError(
+                raise OtherFormatError(
                     f"{self.what} {file}: format {told}, and this version reads {self.format}; "
                     f"{self.remedy}"
                 )
             return msgspec.json.decode(content, type=self.kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{self.what} {file}: {error}; {self.remedy}") from error
+
+    def require_place(self, file: Path) -> None:
+        """Make a file's folder, and refuse one that nothing can be written to.
+
+        Raises:
+            ConfigError: It cannot be made, or not be written to.
+        """
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{self.what} {file}: {error.strerror}") from error
+        if not os.access(file.parent, os.W_OK | os.X_OK):
+            raise ConfigError(f"{self.what} {file}: {os.strerror(errno.EACCES)}")
 
     def write(self, content: Content, file: Path) -> None:
         """Write a file, whole or not at all.

@@ -22,6 +22,7 @@ from tailrace.engine.accuracy import (
     readings_of,
     record,
 )
+from tailrace.engine.accuracy_record import LEAST_POSITIONS, file_of, fingerprint
 from tailrace.errors import ConfigError
 from tailrace.kernels.select import select
 from tailrace.models.loader import load_model
@@ -287,6 +288,34 @@ def test_a_copy_for_prompts_is_what_the_text_is_read_by(tmp_path, monkeypatch, c
     assert "not recorded: fewer than" in record(asked, report, against="")
     with pytest.raises(ConfigError, match="weights are in float16 already, so no copy is made"):
         check_accuracy(replace(asked, prefill_weights="bf16"), TEXT, positions=80)
+
+
+def test_what_could_not_be_recorded_is_found_before_anything_is_measured(
+    tmp_path, source, monkeypatch
+):
+    def load(*_):
+        raise AssertionError("models are loaded")
+
+    monkeypatch.setenv("TAILRACE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("tailrace.engine.accuracy._load", load)
+    asked = config(source, prefill_weights="fp8", gpus=(0,), dtype="float16")
+    file = file_of(fingerprint(source))
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"{")
+
+    def check(config=asked, positions=LEAST_POSITIONS, against=""):
+        check_accuracy(config, TEXT * 10, positions=positions, against=against)
+
+    with pytest.raises(ConfigError, match="accuracy record .*truncated"):
+        check()
+    # Who records nothing does not care.
+    unrecorded = {"config": replace(asked, prefill_weights="same")}, {"positions": 100}
+    for others in (*unrecorded, {"against": str(source)}):
+        with pytest.raises(AssertionError, match="models are loaded"):
+            check(**others)
+    file.write_bytes(b'{"format": 1}')  # another version's
+    with pytest.raises(AssertionError, match="models are loaded"):
+        check()
 
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")

@@ -3,6 +3,7 @@ import os
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from tailrace.config import EngineConfig
 from tailrace.engine import accuracy_record
@@ -17,6 +18,7 @@ from tailrace.engine.accuracy_record import (
     fingerprint,
     known,
     remember,
+    require_room,
 )
 from tailrace.errors import ConfigError
 
@@ -135,8 +137,7 @@ OLD = (
         (b"[" * 60_000, "Expected|recursion"),
         (b" " * (MOST_BYTES + 1), "larger than"),
         (b'{"checkpoint": "x", "findings": [], "what": 1}', "unknown field `what`"),
-        (b'{"checkpoint": "x", "findings": [], "format": 3}', "format 3, and this version reads 2"),
-        (OLD, "format 1, and this version reads 2"),
+        (b'{"checkpoint": "x", "findings": [], "format": "2"}', "Expected"),
         (b'{"checkpoint": "x", "findings": []}', "is another checkpoint's"),
     ],
     ids=[
@@ -145,8 +146,7 @@ OLD = (
         "deep",
         "large",
         "unknown field",
-        "later format",
-        "earlier format",
+        "no format",
         "foreign",
     ],
 )
@@ -154,9 +154,35 @@ def test_a_damaged_or_foreign_record_is_refused(folder, content, why):
     file = file_of(fingerprint(folder))
     file.parent.mkdir(parents=True)
     file.write_bytes(content)
-    for ask in (lambda: known(folder, HERE), lambda: remember(folder, finding())):
+    asks = (known, folder, HERE), (remember, folder, finding()), (require_room, folder)
+    for ask, *given in asks:
         with pytest.raises(ConfigError, match=f"(?s)accuracy record .*({why}).*remove it"):
-            ask()
+            ask(*given)
+    assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (OLD, "format 1, and this version reads 2"),
+        (b'{"format": 3, "else": {}}', "format 3, and this version reads 2"),
+    ],
+    ids=["earlier", "later"],
+)
+def test_a_record_of_another_version_holds_nothing_and_is_replaced_with_a_warning(
+    folder, content, told
+):
+    file = file_of(fingerprint(folder))
+    file.parent.mkdir(parents=True)
+    file.write_bytes(content)
+    with capture_logs() as logs:
+        assert known(folder, HERE) == Known()
+        require_room(folder)
+        assert file.read_bytes() == content
+        remember(folder, finding())
+    assert [entry["event"] for entry in logs] == ["accuracy_record_of_another_version"] * 3
+    assert all(told in entry["reason"] for entry in logs)
+    assert known(folder, HERE) == Known({"fp8": finding()})
 
 
 @pytest.mark.parametrize(
@@ -175,8 +201,19 @@ def test_figures_that_cannot_be_are_refused(folder, wrong):
 def test_a_record_that_cannot_be_written_is_an_error(folder, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TAILRACE_CACHE_DIR", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match="accuracy record"):
-        remember(folder, finding())
+    for ask in (lambda: remember(folder, finding()), lambda: require_room(folder)):
+        with pytest.raises(ConfigError, match="accuracy record .*: Not a directory"):
+            ask()
+
+
+def test_a_folder_that_is_closed_is_found_out_without_writing(folder, monkeypatch):
+    require_room(folder)
+    place = file_of(fingerprint(folder)).parent
+    assert list(place.iterdir()) == []
+    # Not by its mode: whoever may do anything (root) may write there all the same.
+    monkeypatch.setattr("os.access", lambda path, mode: path != place)
+    with pytest.raises(ConfigError, match="accuracy record .*: Permission denied"):
+        require_room(folder)
 
 
 def accuracy(

@@ -549,16 +549,19 @@ def test_by_auto_a_damaged_record_is_none_with_a_warning(folders, monkeypatch, t
     folder = folders["4 bits"]
     file = file_of(fingerprint(folder))
     file.parent.mkdir(parents=True)
-    file.write_bytes(b'{"checkpoint": "x", "findings": [], "format": 3}')
+    file.write_bytes(b'{"checkpoint": "x", "findings": [')
     kernels, model = loaded(folder)
     config = EngineConfig(model_path=str(folder), prefill_weights="auto", gpus=(0,))
     with capture_logs() as logs:
         made = cuda_setup.copy_for_prompts(config, folder, kernels, model)
     assert (made.choice.name, "fp8 not measured" in made.choice.words) == ("bf16", True)
     (told,) = [entry for entry in logs if entry["event"] == "accuracy_record_not_read"]
-    assert "format 3, and this version reads 2; remove it" in told["reason"]
-    with pytest.raises(ConfigError, match="this version reads 2"):
-        cuda_setup.copy_for_prompts(replace(config, prefill_weights="fp8"), folder, kernels, model)
+    assert "truncated; remove it" in told["reason"]
+    named = replace(config, prefill_weights="fp8")
+    with pytest.raises(ConfigError, match="truncated; remove it"):
+        cuda_setup.copy_for_prompts(named, folder, kernels, model)
+    file.write_bytes(b'{"checkpoint": "x", "findings": [{}], "format": 1}')  # another version's
+    assert cuda_setup.copy_for_prompts(named, folder, kernels, model).choice.name == "fp8"
 
 
 def test_a_prompts_single_row_is_no_decode_where_it_has_a_copy():

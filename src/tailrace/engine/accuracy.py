@@ -32,6 +32,7 @@ from tailrace.engine.accuracy_record import (
     Known,
     Numerics,
     remember,
+    require_room,
 )
 from tailrace.engine.runner import allocate_kv
 from tailrace.engine.setup import resolve, thread_count
@@ -207,7 +208,8 @@ def check_accuracy(
         progress: Is told how many positions each step brought.
 
     Raises:
-        ConfigError: The text is too short, or the models have different vocabularies.
+        ConfigError: The text is too short, the models have different vocabularies, or what is to
+            be recorded could not be.
         ModelError: A checkpoint cannot be read.
     """
     folder = resolve(config)
@@ -217,6 +219,8 @@ def check_accuracy(
     readings = readings_of(config)
     # Before models are loaded: the text may be too short.
     windows = [reading.cut(token_ids, positions, longest) for reading in readings]
+    if _is_recordable(config, positions, against):
+        require_room(folder)
     device, served, reference = _load(config, folder, behind)
     if served.config.vocab_size != reference.config.vocab_size:
         raise ConfigError(
@@ -232,6 +236,12 @@ def check_accuracy(
         ),
         numerics=device.numerics,
     )
+
+
+def _is_recordable(config: EngineConfig, positions: int, against: str) -> bool:
+    """Tell whether `record` will keep what is found, but for figures that are not finite."""
+    has_copy = bool(config.gpus) and config.prefill_weights != "same"
+    return has_copy and not against and positions >= LEAST_POSITIONS
 
 
 def record(config: EngineConfig, report: Report, *, against: str) -> str:

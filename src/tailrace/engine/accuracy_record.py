@@ -6,7 +6,9 @@ every start more than the copy does. So a changed or copied checkpoint counts as
 measured again.
 
 A finding holds for what decides numbers as it was when they were measured (`Numerics`), and for
-nothing else. No torch here.
+nothing else. A record of another version's format holds nothing, and a new finding replaces it; one
+that is damaged is an error, which `require_room` finds before minutes are spent on a finding.
+No torch here.
 """
 
 from __future__ import annotations
@@ -17,17 +19,20 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+import structlog
 
 from tailrace import __version__
 from tailrace.config import cache_dir
 from tailrace.errors import ConfigError
-from tailrace.kept_file import KeptFile
+from tailrace.kept_file import KeptFile, OtherFormatError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from tailrace.config import EngineConfig
+
+log = structlog.get_logger("tailrace.engine")
 
 FORMAT = 2
 MOST_BYTES = 1 << 16
@@ -170,13 +175,10 @@ def known(folder: Path, under: Numerics) -> Known:
     """Return what was measured of a checkpoint, as far as it holds under these conditions.
 
     Raises:
-        ConfigError: There is a record, and it cannot be read.
+        ConfigError: There is a record, and it is damaged.
     """
     checkpoint = fingerprint(folder)
-    file = file_of(checkpoint)
-    if not file.exists():
-        return Known()
-    findings = _read(file, checkpoint).findings
+    findings = _findings(file_of(checkpoint), checkpoint)
     # What holds here comes last, so that it stands in place of what does not.
     ordered = sorted(findings, key=lambda finding: finding.under == under)
     latest = {finding.prefill_weights: finding for finding in ordered}
@@ -187,16 +189,28 @@ def known(folder: Path, under: Numerics) -> Known:
     )
 
 
+def require_room(folder: Path) -> None:
+    """Make sure that a finding about a checkpoint could be remembered.
+
+    Raises:
+        ConfigError: The record there is damaged, or its folder cannot be written to.
+    """
+    checkpoint = fingerprint(folder)
+    file = file_of(checkpoint)
+    _findings(file, checkpoint)
+    _FILES.require_place(file)
+
+
 def remember(folder: Path, finding: Finding) -> Path:
     """Add a finding to its checkpoint's record, in place of an older one; return the file.
 
     Raises:
-        ConfigError: The record there cannot be read, or not be written, or a figure is outside
+        ConfigError: The record there is damaged, or cannot be written, or a figure is outside
             its bounds: what was written could not be read.
     """
     checkpoint = fingerprint(folder)
     file = file_of(checkpoint)
-    before = _read(file, checkpoint).findings if file.exists() else ()
+    before = _findings(file, checkpoint)
     key = (finding.prefill_weights, finding.under)
     kept = [f for f in before if (f.prefill_weights, f.under) != key][1 - _MOST_FINDINGS :]
     record = Record(checkpoint, (*kept, finding))
@@ -208,8 +222,15 @@ def remember(folder: Path, finding: Finding) -> Path:
     return file
 
 
-def _read(file: Path, checkpoint: str) -> Record:
-    record = _FILES.read(file)
+def _findings(file: Path, checkpoint: str) -> tuple[Finding, ...]:
+    """Return a record's findings; none where there is no record, or another version's."""
+    if not file.exists():
+        return ()
+    try:
+        record = _FILES.read(file)
+    except OtherFormatError as error:
+        log.warning("accuracy_record_of_another_version", reason=str(error))
+        return ()
     if record.checkpoint != checkpoint:
         raise ConfigError(f"accuracy record {file}: is another checkpoint's; {_FILES.remedy}")
-    return record
+    return record.findings
