@@ -14,7 +14,9 @@ def written(out, options, *arguments):
 
 
 @pytest.mark.parametrize("options", [STEPS, WHOLE], ids=["steps", "whole"])
-def test_runs_of_the_engine_under_different_settings_leave_a_file_each_that_names_them(tmp_path, options):
+def test_runs_of_the_engine_under_different_settings_leave_a_file_each_that_names_them(
+    tmp_path, options
+):
     plans = [tmp_path / "deep" / "plan.json", tmp_path / "plan.json"]
     plans[0].parent.mkdir()
     for number, plan in enumerate(plans):

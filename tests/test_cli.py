@@ -181,3 +181,60 @@ def test_the_locustfile_is_where_the_command_says():
     path = Path(run("bench", "locustfile").stdout.strip())
     assert path.name == "locustfile.py"
     assert path.is_file()
+
+
+class AskedError(Exception):
+    """What a command would have measured."""
+
+
+AS_SERVED = {
+    "gpus": ("0", "1"),
+    "dtype": ("float16", "auto"),
+    "quant_type": ("fp8", "auto"),
+    "fp8_activations": ("all", "many"),
+    "kv_cache_dtype": ("fp8", "auto"),
+    "prefill_attention": ("triton", "auto"),
+}
+"""Options that decide what is served: as they are asked for, and otherwise."""
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Return the settings that a measuring command arrives at."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    text = tmp_path / "text.txt"
+    text.write_text("A text. " * 200)
+    more = {"check-accuracy": ["--text", str(text)], "plan measure": ["--context-length", "64"]}
+
+    def measure(config, *_, **__):
+        raise AskedError(config)
+
+    for name in ("engine.accuracy.check_accuracy", "engine.cuda_setup.measure_plan"):
+        monkeypatch.setattr(f"tailrace.{name}", measure)
+    # They would pin this process's threads, for good, and look for the model.
+    monkeypatch.setattr("tailrace.engine.setup.pin_threads", lambda _: None)
+    monkeypatch.setattr("tailrace.engine.setup.resolve", lambda _: tmp_path)
+
+    def ask(command, *arguments):
+        with pytest.raises(AskedError) as asked:
+            cli.app([*command.split(), "model", *more[command], *arguments])
+        return asked.value.args[0]
+
+    return ask
+
+
+@pytest.mark.parametrize("source", ["command line", "environment", "both"])
+@pytest.mark.parametrize("command", ["check-accuracy", "plan measure"])
+def test_what_measures_a_model_as_it_is_served_takes_every_option_of_it(
+    measured, monkeypatch, command, source
+):
+    flags = []
+    for name, (wanted, other) in AS_SERVED.items():
+        if source != "command line":
+            told = wanted if source == "environment" else other
+            monkeypatch.setenv(f"TAILRACE_{name.upper()}", told)
+        if source != "environment":
+            flags += [f"--{name.replace('_', '-')}", wanted]
+    config = measured(command, *flags)
+    expected = {name: wanted for name, (wanted, _) in AS_SERVED.items()} | {"gpus": (0,)}
+    assert {name: getattr(config, name) for name in AS_SERVED} == expected

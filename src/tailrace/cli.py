@@ -450,15 +450,15 @@ def _check_accuracy(
     text: Annotated[
         Path | None, typer.Option(help="A text, or a folder of .txt files; default: Python's own.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "auto",
-    quant_type: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="As of `tailrace serve`.")] = None,
+    quant_type: Annotated[str | None, typer.Option(help="As of `tailrace serve`.")] = None,
     gpus: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="As of `tailrace serve`; default: the CPU. The text is read in steps of prompts "
             "and again of decodes, and both must keep the bound."
         ),
-    ] = "",
+    ] = None,
     prefill_weights: Annotated[
         str,
         typer.Option(
@@ -466,18 +466,22 @@ def _check_accuracy(
             "`tailrace serve --prefill-weights auto`, where it serves with the same options."
         ),
     ] = "same",
-    fp8_activations: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "many",
+    fp8_activations: Annotated[str | None, typer.Option(help="As of `tailrace serve`.")] = None,
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="As of `tailrace serve`; the reference keeps KV unrounded.")
-    ] = "auto",
-    prefill_attention: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "auto",
-    threads: Annotated[int, typer.Option(help="CPU threads; 0: all cores.")] = 0,
+        str | None, typer.Option(help="As of `tailrace serve`; the reference keeps KV unrounded.")
+    ] = None,
+    prefill_attention: Annotated[str | None, typer.Option(help="As of `tailrace serve`.")] = None,
+    threads: Annotated[int | None, typer.Option(help="As of `tailrace serve`.")] = None,
     min_agreement: Annotated[
         float, typer.Option(help="Least share of equal likeliest tokens.")
     ] = 0.99,
     max_divergence: Annotated[float, typer.Option(help="Most mean KL divergence, nats.")] = 0.005,
 ) -> None:
-    """Compare a model as it is served with its reference, over real text; 1 where it strays."""
+    """Compare a model as it is served with its reference, over real text; 1 where it strays.
+
+    What is not given, but for --prefill-weights, is as `tailrace serve` has it, out of the
+    environment too.
+    """
     from tailrace.errors import ConfigError  # noqa: PLC0415
 
     if prefill_weights == "auto":
@@ -536,35 +540,34 @@ def _plan_show(
 def _plan_measure(
     model: Annotated[str, typer.Argument(help="As --model-path of `tailrace serve`.")],
     *,
-    gpus: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "",
-    dtype: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "auto",
-    quant_type: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "auto",
-    load_format: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "auto",
-    context_length: Annotated[int, typer.Option(help="As of `tailrace serve`.")] = 0,
-    prefill_weights: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "auto",
-    fp8_activations: Annotated[str, typer.Option(help="As of `tailrace serve`.")] = "many",
+    gpus: Annotated[str | None, typer.Option(help="As of `tailrace serve`.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="As of `tailrace serve`.")] = None,
+    quant_type: Annotated[str | None, typer.Option(help="As of `tailrace serve`.")] = None,
+    load_format: Annotated[str | None, typer.Option(help="As of `tailrace serve`.")] = None,
+    context_length: Annotated[int | None, typer.Option(help="As of `tailrace serve`.")] = None,
+    prefill_weights: Annotated[str | None, typer.Option(help="As of `tailrace serve`.")] = None,
+    fp8_activations: Annotated[str | None, typer.Option(help="As of `tailrace serve`.")] = None,
     kv_cache_dtype: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="As of `tailrace serve`: --prefill-weights auto goes by it. Attention is measured "
             "over each dtype that the GPU has."
         ),
-    ] = "auto",
+    ] = None,
     prefill_attention: Annotated[
-        str, typer.Option(help="triton: leave Hopper's kernel out; else as of `tailrace serve`.")
-    ] = "auto",
+        str | None,
+        typer.Option(help="triton: leave Hopper's kernel out; else as of `tailrace serve`."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Default: where `serve --plan auto` looks.")
     ] = None,
 ) -> None:
-    """Time every candidate on this GPU, however long it takes, and write the plan."""
+    """Time every candidate on this GPU, however long it takes, and write the plan.
+
+    What is not given is as `tailrace serve` has it, out of the environment too.
+    """
     from tailrace.errors import ConfigError  # noqa: PLC0415
 
-    if not gpus:
-        raise ConfigError(
-            "plan measure: on a CPU there is nothing to choose, --dtype and --cpu-kernels decide "
-            "(and change what is rounded); name a GPU with --gpus"
-        )
     settings: dict[str, Any] = {
         "model_path": model,
         "gpus": gpus,
@@ -576,6 +579,11 @@ def _plan_measure(
     settings |= {"load_format": load_format, "context_length": context_length}
     settings |= {"fp8_activations": fp8_activations, "kv_cache_dtype": kv_cache_dtype}
     config = load(settings).engine
+    if not config.gpus:
+        raise ConfigError(
+            "plan measure: on a CPU there is nothing to choose, --dtype and --cpu-kernels decide "
+            "(and change what is rounded); name a GPU with --gpus"
+        )
     from tailrace.engine.setup import resolve  # noqa: PLC0415
 
     folder = resolve(config)
