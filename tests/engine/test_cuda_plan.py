@@ -209,6 +209,29 @@ def test_a_plan_of_other_versions_is_measured_anew():
     assert read(file_here()) == again == plan
 
 
+@pytest.mark.parametrize("operation", ["prefill attention", "decode attention", "linear 64 to 96"])
+def test_a_kept_winner_that_is_no_candidate_any_more_is_told_and_measured_again(
+    operation, tmp_path
+):
+    _, plan, _ = start("auto")
+    held = next(c for c in plan.choices if c.operation == operation)
+    foreign = choose("another", "longer", "gone", {"gone": 1.0}, {})
+    gone = msgspec.structs.replace(held, winner="gone", seconds={**held.seconds, "gone": 1e-9})
+    write(changed := plan.with_choices([gone, foreign]), file_here())
+    with structlog.testing.capture_logs() as logs:
+        _, again, calls = start("auto")
+    assert calls == len(held.seconds)
+    assert again.winner(*held.question) in held.seconds
+    assert foreign in again.choices
+    assert read(file_here()) == again
+    (told,) = (entry for entry in logs if entry["event"] == "plan_choice_dropped")
+    assert told["question"] == f"{operation}, {held.sizes}"
+    file = tmp_path / "given.json"
+    write(changed, file)
+    with pytest.raises(ConfigError, match="'gone' is none of"):
+        start(file)
+
+
 def test_a_cache_that_cannot_be_written_costs_the_next_start_its_time_and_no_more(
     monkeypatch, tmp_path
 ):

@@ -199,7 +199,7 @@ def test_a_kept_winner_that_is_no_budget_of_here_is_told_dropped_and_measured_ag
     assert runner.served[32] == Budget(8 * MIB)
     (told,) = (entry for entry in logs if entry["event"] == "plan_choice_dropped")
     assert told["question"] == "weight prefetch, decode steps up to 32 rows"
-    assert (told["log_level"], "'7 MiB' is no budget" in told["reason"]) == ("warning", True)
+    assert (told["log_level"], "'7 MiB' is no candidate" in told["reason"]) == ("warning", True)
     kept = read(usual_file(KEY))
     assert all(choice in kept.choices for choice in others)
     assert start("auto", "auto")[1].rehearsed == []

@@ -2,7 +2,8 @@
 
 `--plan off` asks nothing. `auto` takes the plan that was measured here; what it lacks is measured
 within `BOUND_S` and added, and a plan of other versions is measured anew; what cannot be read or
-kept costs a warning and that time, never the start. A FILE is taken as it is, or refused.
+kept, or names no kernel of here, costs a warning and that time, never the start. A FILE is taken as
+it is, or refused.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tailrace.kernels.attention_shapes import FLOAT8_CAPABILITY
 from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.linear.ways import words_of
 from tailrace.kernels.plan import Key, Plan, read, require, usual_file, write
-from tailrace.kernels.plan_questions import Heads, apply, measure, questions
+from tailrace.kernels.plan_questions import Heads, apply, measure, questions, strangers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -133,11 +134,24 @@ def settle(
         file = usual_file(key)
         plan = known(file, key)
         if not plan.pinned:
+            others = strangers(plan, kernels, model.config.head_dim, kv_dtype=kv_dtype, unit=unit)
+            plan = dropped(plan, others)
             asked_for = questions_of(kernels, model, longest, [kv_dtype], unit)
             plan = complete(plan, file, asked_for, timer=timer, clock=clock, bound_s=bound_s)
     apply(plan, kernels, model.config.head_dim, file, kv_dtype=kv_dtype, unit=unit)
     log.info("plan", file=str(file), choices=len(plan.choices), changed=_changed(plan))
     return plan
+
+
+def dropped(plan: Plan, strangers: Sequence[Choice]) -> Plan:
+    """Return a plan that may be measured again, without what names no candidate of here."""
+    for choice in strangers:
+        log.warning(
+            "plan_choice_dropped",
+            question=f"{choice.operation}, {choice.sizes}",
+            reason=f"{choice.winner!r} is no candidate here; it is measured again",
+        )
+    return plan.without(strangers)
 
 
 def _changed(plan: Plan) -> list[str]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from tailrace.engine.cuda_plan import dropped
 from tailrace.engine.cuda_runner import is_out_of_memory
 from tailrace.engine.graph_capture import quietly
 from tailrace.engine.weight_prefetch import ROW_CLASSES, DeviceCache
@@ -157,14 +158,9 @@ def _arms(offered: Sequence[Budget]) -> dict[str, Budget | None]:
 def _without_strangers(plan: Plan, offered: Sequence[Budget], operation: str) -> Plan:
     """Return a plan without the choices that something else won than what is offered here."""
     arms = _arms(offered)
-    strangers = [c for c in plan.choices if c.operation == operation and c.winner not in arms]
-    for choice in strangers:
-        log.warning(
-            "plan_choice_dropped",
-            question=f"{operation}, {choice.sizes}",
-            reason=f"{choice.winner!r} is no budget of here; it is measured again",
-        )
-    return plan.without(strangers)
+    return dropped(
+        plan, [c for c in plan.choices if c.operation == operation and c.winner not in arms]
+    )
 
 
 def chosen(plan: Plan, offered: Sequence[Budget], file: Path, operation: str) -> Budgets:

@@ -390,6 +390,29 @@ def _asked_shapes(
     return tuple(s for s in shapes if not is_hopper(s) or kernels.may_serve_prompts(s))
 
 
+def strangers(
+    plan: Plan, kernels: TritonKernels, head_dim: int, *, kv_dtype: torch.dtype, unit: int
+) -> list[Choice]:
+    """Return the choices that something else won than what is a candidate here: not to be applied.
+
+    Args:
+        plan: Of this machine and model.
+        kernels: Whose layers it is about.
+        head_dim: Of the model.
+        kv_dtype: Of the cache.
+        unit: Tokens of one of its units.
+    """
+    shapes = [name_of(shape) for shape in _shapes(kernels, head_dim, kv_dtype, unit)]
+    options = {(over(PREFILL, kv_dtype), key_words(bound)): shapes for bound in BOUNDS}
+    decodes = [shape.words for shape in decode_candidates(head_dim, kernels.capability)]
+    options[over(DECODE, kv_dtype), ANY_LENGTH] = decodes
+    for layer in kernels.planned_layers:
+        for ways in layer.planned:
+            for most_rows in ways.classes:
+                options[words_of(layer), class_words(most_rows)] = ways.options(most_rows)
+    return [c for c in plan.choices if c.winner not in options.get(c.question, [c.winner])]
+
+
 def apply(
     plan: Plan,
     kernels: TritonKernels,
