@@ -72,7 +72,7 @@ def send(tmp_path):
         command += [str(ca_file)] if ca_file else []
         root = Path(__file__).parents[2]
         done = subprocess.run(
-            command, cwd=root, capture_output=True, check=False, text=True, timeout=60
+            command, cwd=root, capture_output=True, check=False, text=True, timeout=120
         )
         assert done.returncode == 0, done.stderr
         return read_records(tmp_path / "records.jsonl")
@@ -81,7 +81,8 @@ def send(tmp_path):
 
 
 def test_scripted_latencies_are_recovered(send):
-    scripted = {0: (0.30, 0.02), 1: (0.02, 0.05), 2: (0.10, 0.08), 3: (0.02, 0.02)}
+    # The third one's gaps last a second longer than anybody's, whatever a loaded machine adds.
+    scripted = {0: (0.30, 0.02), 1: (0.02, 0.05), 2: (0.10, 0.30), 3: (0.02, 0.02)}
     with running(script=lambda index: Behaviour(*scripted[index], cached_tokens=2)) as server:
         records = send(server.port, shots([0.0, 0.0, 0.05, 0.1]))
     assert [record.status for record in records] == ["ok"] * 4
@@ -133,7 +134,7 @@ def test_every_fault_gets_the_status_that_our_own_driver_gives_it(send):
 def test_a_slow_answer_holds_no_other_request_back(send):
     script = {0: Behaviour(fault="silent")}
     with running(script=lambda index: script.get(index, Behaviour())) as server:
-        records = send(server.port, shots([0.02 * i for i in range(8)]), timeout_s=1.0)
+        records = send(server.port, shots([0.02 * i for i in range(8)]), timeout_s=2.0)
     assert [record.status for record in records] == ["timeout", *["ok"] * 7]
     assert all(record.finished_s < records[0].finished_s for record in records[1:])
 

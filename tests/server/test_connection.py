@@ -31,8 +31,8 @@ def app(tiny_folder):
 
 @pytest.fixture(scope="module")
 def hasty(tiny_folder):
-    """A server that gives a head a twentieth of a second."""
-    config = Config(server=ServerConfig(header_timeout_s=0.05))
+    """A server that gives a head a quarter of a second: what is sent at once comes within it."""
+    config = Config(server=ServerConfig(header_timeout_s=0.25))
     paused = {"": Script("abcdef", pause_after=3)}
     with running_app(tiny_folder, paused, config) as app:
         yield app

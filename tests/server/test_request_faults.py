@@ -106,7 +106,7 @@ def test_a_prompt_that_trickles_in_is_encoded_before_its_last_byte(app, encoded,
 
 
 def test_a_client_that_stalls_within_its_prompt_is_408_and_others_are_served(tiny_folder):
-    config = Config(server=ServerConfig(body_timeout_s=0.3))
+    config = Config(server=ServerConfig(body_timeout_s=1.0))
     body = completion(WORDS * 300)
     with running_app(tiny_folder, config=config, context_length=CONTEXT) as app:
         with app.connect() as connection:
