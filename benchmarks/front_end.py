@@ -82,7 +82,7 @@ def work() -> int:
                 block_size=8, num_slots=slots, context_length=8192, token_budget=8192,
                 kv_dtype=torch.float32,
             )  # fmt: skip
-            self._graphs, self._mixed = {1: None}, []  # decodes alone are captured
+            self.step_graphs.graphs, self.sizes.mixed = {1: None}, []  # decodes alone are captured
             self._free_s = 0.0
 
         def execute(self, prepared: cuda_runner.PreparedDeviceStep) -> Pending:

@@ -368,15 +368,15 @@ def compare_launches(
 ) -> None:
     config = config_of(folder, arguments)
     engine, kept = make(config, folder, runner)
-    device = kept["loaded"].runner
+    graphs = kept["loaded"].runner.step_graphs
     begun = time.monotonic()
-    dependent = runner.submit(partial(device.captured_decodes, dependent=True)).result()
+    dependent = runner.submit(partial(graphs.captured_decodes, dependent=True)).result()
     print(f"captured by dependent launches in {time.monotonic() - begun:.1f} s", flush=True)
-    arms = {"plain": device.serve_by(dependent), "dependent": dependent}
+    arms = {"plain": graphs.serve_by(dependent), "dependent": dependent}
 
     def serve(arm: str) -> None:
         # On the runner's thread, so between the steps that it queues.
-        runner.submit(device.serve_by, arms[arm]).result()
+        runner.submit(graphs.serve_by, arms[arm]).result()
 
     for batch, longest in CHECKED:
         check_launches(engine, serve, batch, longest)
@@ -406,17 +406,18 @@ def compare_prefetch(
     config = config_of(folder, arguments)
     engine, kept = make(config, folder, runner)
     device = kept["loaded"].runner
+    graphs = device.step_graphs
     ways = prefetch_ways()
-    sizes = sorted({min(n for n in device.decode_sizes if n >= batch) for batch, _ in CHECKED})
+    sizes = sorted({min(n for n in graphs.decode_sizes if n >= batch) for batch, _ in CHECKED})
     begun = time.monotonic()
     arms = {
-        name: runner.submit(partial(device.captured_decodes, sizes=sizes, **way)).result()
+        name: runner.submit(partial(graphs.captured_decodes, sizes=sizes, **way)).result()
         for name, way in ways.items()
     }
     print(f"captured {len(arms)} x {sizes} in {time.monotonic() - begun:.1f} s", flush=True)
 
     def serve(arm: str) -> None:
-        runner.submit(device.serve_by, arms[arm]).result()
+        runner.submit(graphs.serve_by, arms[arm]).result()
 
     for batch, longest in CHECKED:
         check_prefetch(engine, serve, list(arms), batch, longest)
@@ -427,7 +428,7 @@ def compare_prefetch(
     for batch, context in PREFETCH:
         replays = {
             name: runner.submit(
-                partial(device.rehearsals, batch, (context,), way["budget"],
+                partial(graphs.rehearsals, batch, (context,), way["budget"],
                         dependent=way["dependent"])
             ).result()
             for name, way in ways.items()

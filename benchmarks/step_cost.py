@@ -76,10 +76,11 @@ def make_runner(context: int, num_blocks: int) -> CudaRunner:
 
         def capture_nothing(self) -> None:
             graph = SimpleNamespace(replay=lambda: None)
-            for frame in [*map(Frame, self._buckets), *self._mixed]:
+            for frame in [*map(Frame, self.sizes.buckets), *self.sizes.mixed]:
                 rows = frame.decodes + frame.prompts
                 outputs = torch.zeros(rows, VOCAB), torch.zeros(rows, dtype=torch.int64)
-                self._graphs[frame], self._graph_outputs[frame] = graph, outputs
+                self.step_graphs.graphs[frame] = graph
+                self.step_graphs.outputs[frame] = outputs
 
     kernels = make_kernels()
     runner = Replaying(

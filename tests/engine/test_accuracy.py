@@ -152,7 +152,7 @@ def test_rounding_is_seen_and_held_to_its_bound(source):
 def test_a_gpus_kernels_are_compared_over_their_own_caches(tmp_path):
     """In the interpreter: the indices, the token-major caches and the unpacked reference."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    from tailrace.engine.cuda_runner import allocate_kv  # noqa: PLC0415
+    from tailrace.engine.device_kv import allocate_kv  # noqa: PLC0415
     from tailrace.kernels.triton_kernels import UnpackedTritonKernels  # noqa: PLC0415
 
     source = make_tiny_checkpoint(tmp_path / "source", num_hidden_layers=1)

@@ -13,19 +13,17 @@ import torch
 
 from tailrace.clock import monotonic
 from tailrace.engine.block_manager import BlockManager
-from tailrace.engine.cuda_runner import (
-    CudaRunner,
-    _leading_decodes,
-    _no_tiles,
-    table_bytes,
-)
+from tailrace.engine.cuda_runner import CudaRunner
 from tailrace.engine.device_sampler import DeviceSampler
 from tailrace.engine.engine import Engine
-from tailrace.engine.frames import Frame, mixed_frames, padded_sizes
+from tailrace.engine.forward_pass import ForwardPass
+from tailrace.engine.frames import Frame, FrameSizes
 from tailrace.engine.runner import Runner
 from tailrace.engine.sampler import Sampler
 from tailrace.engine.scheduler import Chunk, Scheduler, Step
 from tailrace.engine.sequence import Sequence
+from tailrace.engine.slot_tables import table_bytes
+from tailrace.engine.step_arrays import leading_decodes, no_tiles
 from tailrace.errors import DeviceMemoryError, EngineError
 from tailrace.kernels.dependent_launch import launch_options
 from tailrace.kernels.torch_kernels import TorchKernels
@@ -52,7 +50,7 @@ class Framed(CudaRunner):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.frames = []
-        self._graphs = {Frame(0): self}  # so that frames are chosen
+        self.step_graphs.graphs = {Frame(0): self}  # so that frames are chosen
 
     def execute(self, prepared):
         self.frames.append(prepared.frame if prepared.is_captured else None)
@@ -222,8 +220,7 @@ def test_sampled_rows_draw_as_on_the_cpu(folder):
 )
 def test_cuts_are_rounded_down_to_what_is_captured(folder, budget, decodes, tokens, whole):
     runner = gpu_runner(folder, CudaRunner)
-    runner._token_budget, runner._padded_sizes = budget, padded_sizes(128)
-    runner._mixed = mixed_frames(128, budget, 64, paced=True)
+    runner.sizes = FrameSizes(128, budget, 64, paced=True)
     assert runner.whole_prompts(decodes, tokens) == whole
 
 
@@ -266,7 +263,7 @@ def generate_alone(runner):
 
 
 def test_padding_tiles_are_those_of_the_sequence_without_rows():
-    tiles = _no_tiles(Frame(16, 64, 8, 9))
+    tiles = no_tiles(Frame(16, 64, 8, 9))
     assert tiles.shape == (9, 2)
     assert np.all(tiles == [24, 0])
 
@@ -276,8 +273,8 @@ def test_decodes_are_counted_up_to_the_first_longer_chunk():
         def __init__(self, num_tokens):
             self.num_tokens = num_tokens
 
-    assert _leading_decodes([Chunk(1), Chunk(1), Chunk(5), Chunk(1)]) == 2
-    assert _leading_decodes([]) == 0
+    assert leading_decodes([Chunk(1), Chunk(1), Chunk(5), Chunk(1)]) == 2
+    assert leading_decodes([]) == 0
 
 
 def test_the_time_of_a_prompts_last_row_is_predicted_for_the_frame_that_computes_it(folder):
@@ -288,9 +285,9 @@ def test_the_time_of_a_prompts_last_row_is_predicted_for_the_frame_that_computes
     step.add(Chunk(decode, 0, 5, 6, samples=True, from_device=False))
     step.add(Chunk(prompt, 1, 30, 31, samples=True, from_device=False))
     runner = gpu_runner(folder, CudaRunner)
-    runner._graphs = {Frame(0): None}  # so that frames are chosen
+    runner.step_graphs.graphs = {Frame(0): None}  # so that frames are chosen
     frame = Frame(2, 16, 1, 2)
-    runner._mixed = [frame]
+    runner.sizes.mixed = [frame]
     assert runner.computed(step) == step.load
     runner.prefill_weights = "fp8"
     load = runner.computed(step)
@@ -300,24 +297,29 @@ def test_the_time_of_a_prompts_last_row_is_predicted_for_the_frame_that_computes
 def test_what_tables_take_of_the_device_is_known_before_they_are_made(folder):
     runner = gpu_runner(folder, CudaRunner)
     rows = 11 * (BUDGET + 2 * SLOTS + 64) * 4
-    tables = runner._tables
-    made = tables._device.nbytes + tables._step.nbytes + runner._staging._device.nbytes - rows
-    assert table_bytes(SLOTS, CONTEXT, BLOCK, runner._mixed) == made > 0
+    tables = runner.forward_pass.tables
+    made = (
+        tables._device.nbytes
+        + tables._step.nbytes
+        + runner.forward_pass.staging._device.nbytes
+        - rows
+    )
+    assert table_bytes(SLOTS, CONTEXT, BLOCK, runner.sizes.mixed) == made > 0
 
 
 def test_padding_never_takes_more_than_half_of_the_prompts_budget(folder):
     runner = gpu_runner(folder, CudaRunner)  # 4 slots, 24 tokens
     assert [runner.padded_decodes(n) for n in range(5)] == [0, 4, 4, 4, 4]
-    runner._token_budget = 4
+    runner.sizes.token_budget = 4
     assert [runner.padded_decodes(n) for n in range(5)] == [0, 1, 2, 3, 4]
 
 
 @pytest.fixture
 def device_of_graphs(monkeypatch):
     """Let a CPU capture, which reads no array: they all lie in one place."""
-    monkeypatch.setattr("tailrace.engine.cuda_runner.quietly", nullcontext)
-    monkeypatch.setattr("tailrace.engine.cuda_runner.captured", lambda run, *_: (run, run()))
-    monkeypatch.setattr(CudaRunner, "_sample_rows", lambda *_: (torch.zeros(1), torch.zeros(1)))
+    monkeypatch.setattr("tailrace.engine.step_graphs.quietly", nullcontext)
+    monkeypatch.setattr("tailrace.engine.step_graphs.captured", lambda run, *_: (run, run()))
+    monkeypatch.setattr(ForwardPass, "sample_rows", lambda *_: (torch.zeros(1), torch.zeros(1)))
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: "stream")
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
 
@@ -338,11 +340,12 @@ def test_before_a_capture_runs_one_layer_of_each_kind_and_graphs_hold_all(
 
     monkeypatch.setattr(type(model), "forward", forward)
     runner = gpu_runner(folder, CudaRunner)
-    runner.model = replace(deep, config=replace(model.config, num_layers=4))
-    runner.kv_caches = runner.kv_caches * 4
+    runner.forward_pass.model = replace(deep, config=replace(model.config, num_layers=4))
+    runner.forward_pass.kv_caches = runner.kv_caches * 4
     runner.capture()
-    frames = sorted(runner._graphs, key=lambda frame: frame.rows, reverse=True)
-    assert list(runner._graphs) == frames  # the largest first
+    graphs = runner.step_graphs.graphs
+    frames = sorted(graphs, key=lambda frame: frame.rows, reverse=True)
+    assert list(graphs) == frames  # the largest first
     assert len(frames) > 3
     expected = [(layers, layers, frame.decodes) for layers in (2, 4) for frame in frames]
     assert depths == expected
@@ -363,25 +366,26 @@ def test_decodes_are_captured_once_more_by_dependent_launches_and_serve_when_ask
     assert {is_dependent for _, is_dependent in launches} == {False}
     assert {is_decode for is_decode, _ in launches} == {False, True}
     launches.clear()
-    monkeypatch.setattr(runner, "_has_dependent_launches", True)
-    graphs = dict(runner._graphs)
-    dependent = runner.captured_decodes(dependent=True)
+    step_graphs = runner.step_graphs
+    monkeypatch.setattr(step_graphs, "_has_dependent_launches", True)
+    graphs = dict(step_graphs.graphs)
+    dependent = step_graphs.captured_decodes(dependent=True)
     assert set(launches) == {(True, True)}
-    assert runner._graphs == graphs
+    assert step_graphs.graphs == graphs
     decodes = [frame for frame in graphs if not frame.tokens]
     assert list(dependent.graphs) == list(dependent.outputs) == decodes
-    before = runner.serve_by(dependent)
+    before = step_graphs.serve_by(dependent)
     assert before.graphs == graphs
-    assert runner._graphs == graphs | dependent.graphs
-    assert list(runner._graphs) == list(graphs)
-    runner.serve_by(before)
-    assert runner._graphs == graphs
-    assert runner._graph_outputs == before.outputs
+    assert step_graphs.graphs == graphs | dependent.graphs
+    assert list(step_graphs.graphs) == list(graphs)
+    step_graphs.serve_by(before)
+    assert step_graphs.graphs == graphs
+    assert step_graphs.outputs == before.outputs
 
 
 def test_dependent_launches_are_refused_where_the_device_does_not_know_them(folder):
     with pytest.raises(EngineError, match="does not know them"):
-        gpu_runner(folder, CudaRunner).captured_decodes(dependent=True)
+        gpu_runner(folder, CudaRunner).step_graphs.captured_decodes(dependent=True)
 
 
 def test_layers_that_differ_are_kinds_of_their_own(folder):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from tailrace.engine.cuda_runner import is_out_of_memory
 from tailrace.engine.cuda_setup import MemoryPlan, capture_within_memory
+from tailrace.engine.device_faults import is_out_of_memory
 from tailrace.engine.setup import describe_kv
 from tailrace.errors import ConfigError
 

@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tailrace.config import EngineConfig
-from tailrace.engine.cuda_runner import CudaRunner, kv_bytes_per_token
+from tailrace.engine.cuda_runner import CudaRunner
 from tailrace.engine.cuda_setup import kv_dtype_of
+from tailrace.engine.device_kv import kv_bytes_per_token
 from tailrace.engine.kv_calibration import CALIBRATION_TEXT, HEADROOM, calibrate, find_scales
 from tailrace.engine.runner import Runner
 from tailrace.engine.sampler import Sampler

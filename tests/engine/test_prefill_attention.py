@@ -18,10 +18,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from tailrace.config import EngineConfig
 from tailrace.engine import cuda_setup
 from tailrace.engine.block_manager import BlockManager
-from tailrace.engine.cuda_runner import CudaRunner, _tiles
+from tailrace.engine.cuda_runner import CudaRunner
 from tailrace.engine.frames import fitting_frame, mixed_frames
 from tailrace.engine.scheduler import Scheduler
 from tailrace.engine.sequence import Sequence
+from tailrace.engine.step_arrays import cut_prompts
 from tailrace.errors import ConfigError
 from tailrace.kernels.paged_attention import prefill_kernels, triton_hopper_prefill
 from tailrace.kernels.paged_attention.prefill_kernels import is_hopper, name_of
@@ -122,7 +123,7 @@ def test_prompts_by_hoppers_kernel_give_the_cpu_runners_tokens(folder, truth, ho
         frames = {(frame.rows, frame.tiles) for frame in runner.frames if frame and frame.tokens}
         assert frames <= {(call.rows, len(call.tiles)) for call in hopper.calls}
         assert len(frames) > 1
-        assert all(frame.tiles == -(-frame.tokens // BLOCK_M) + 16 for frame in runner._mixed)
+        assert all(frame.tiles == -(-frame.tokens // BLOCK_M) + 16 for frame in runner.sizes.mixed)
 
 
 def test_the_kernel_itself_gives_tritons_tokens_in_padded_steps(folder, monkeypatch):
@@ -134,7 +135,7 @@ def test_the_kernel_itself_gives_tritons_tokens_in_padded_steps(folder, monkeypa
     found = []
     for asked in ("triton", "hopper"):
         runner = runner_by(folder, Framed, asked, dtype="float16")
-        assert is_hopper(runner._shape) == (asked == "hopper")
+        assert is_hopper(runner.step_graphs.shape) == (asked == "hopper")
         found.append(generate(runner, requests()[::2]))
         assert any(frame and frame.tokens for frame in runner.frames)
     assert found[0] == found[1]
@@ -196,7 +197,7 @@ def test_tiles_of_a_frame_cover_every_row_once_and_fit(data):
     parts += [Part(n, n + prefix) for n, prefix in zip(lengths, prefixes, strict=True)]
     frames = mixed_frames(32, 2048, BLOCK_M, paced=True)
     frame = fitting_frame(frames, decodes=decodes, tokens=sum(lengths), prompts=len(lengths))
-    tiles = _tiles(parts, decodes, frame, USUAL[128])
+    tiles = cut_prompts(parts, decodes, frame, USUAL[128])
     first = decodes if frame is None else frame.decodes
     covered = []
     for sequence, row in tiles.tolist():
@@ -242,7 +243,7 @@ def start(folder, monkeypatch, asked, **settings):
 def test_a_start_serves_by_what_is_asked_for_and_says_so(folder, monkeypatch, hopper, asked, told):
     runner, found = start(folder, monkeypatch, asked)
     assert found == told
-    assert is_hopper(runner._shape) == (asked == "hopper")
+    assert is_hopper(runner.step_graphs.shape) == (asked == "hopper")
     # The largest step was measured by the kernel that serves.
     assert bool(hopper.calls) == (asked == "hopper")
 

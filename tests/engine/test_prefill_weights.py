@@ -26,9 +26,11 @@ from tailrace.engine.accuracy_record import (
 )
 from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.cuda_plan import key_of
-from tailrace.engine.cuda_runner import CudaRunner, _leading_decodes, kv_bytes_per_token
+from tailrace.engine.cuda_runner import CudaRunner
+from tailrace.engine.device_kv import kv_bytes_per_token
 from tailrace.engine.prefetch_plan import sizes_of
 from tailrace.engine.prefill_weights import Choice, Prefill, choose, copy_bytes, make, with_copy
+from tailrace.engine.step_arrays import leading_decodes
 from tailrace.engine.step_probes import Probe, ProbeRun
 from tailrace.engine.weight_prefetch import DeviceCache
 from tailrace.errors import ConfigError
@@ -476,7 +478,9 @@ def test_a_files_plan_and_its_budgets_serve_on_where_the_copy_was_given_up(
     write(Plan(key, (won,)), file)
     runner, told = start(folders["4 bits"], "auto", plan=str(file), weight_prefetch="auto")
     assert told.startswith("same: the copy takes")
-    assert runner.describe_prefetch().startswith("up to 16 rows 8 MiB, up to 32 rows off")
+    assert runner.step_graphs.describe_prefetch().startswith(
+        "up to 16 rows 8 MiB, up to 32 rows off"
+    )
     del both
     assert key_of(kernels, model) != key
 
@@ -571,14 +575,14 @@ def test_a_prompts_single_row_is_no_decode_where_it_has_a_copy():
         )
 
     chunks = [chunk(1, 10), chunk(1, 14), chunk(1, 9), chunk(5, 0)]
-    assert _leading_decodes(chunks) == 3
-    assert _leading_decodes(chunks, prompts_apart=True) == 2
+    assert leading_decodes(chunks) == 3
+    assert leading_decodes(chunks, prompts_apart=True) == 2
 
 
 def test_decodes_that_are_timed_at_warm_up_are_decodes():
     probe = Probe(decodes=3, context=10, tokens=5)
     step = ProbeRun(None, None, submit=None, clock=None)._step(probe)
-    assert _leading_decodes(step.chunks, prompts_apart=True) == 3
+    assert leading_decodes(step.chunks, prompts_apart=True) == 3
 
 
 def test_kv_of_one_copy_is_not_found_by_another():

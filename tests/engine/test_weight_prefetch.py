@@ -13,7 +13,7 @@ from tailrace.errors import ConfigError, EngineError
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from tailrace.engine.cuda_runner import CudaRunner
+from tailrace.engine.forward_pass import ForwardPass
 from tailrace.engine.frames import Frame
 from tailrace.engine.prefill_weights import with_copy
 from tailrace.engine.weight_prefetch import DeviceCache, budget_of, describe
@@ -52,12 +52,12 @@ def hidden(monkeypatch):
         rows.append(hidden.clone())
         return torch.zeros(1), torch.zeros(1)
 
-    monkeypatch.setattr("tailrace.engine.cuda_runner.quietly", nullcontext)
+    monkeypatch.setattr("tailrace.engine.step_graphs.quietly", nullcontext)
     monkeypatch.setattr(
-        "tailrace.engine.cuda_runner.captured",
+        "tailrace.engine.step_graphs.captured",
         lambda run, *_: (SimpleNamespace(replay=run), ()),
     )
-    monkeypatch.setattr(CudaRunner, "_sample_rows", sampled)
+    monkeypatch.setattr(ForwardPass, "sample_rows", sampled)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: "stream")
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     return rows
@@ -73,7 +73,8 @@ def runner_of(folder, monkeypatch, budgets):
     kernels = TritonKernels(CPU, "float32")
     model = load_model(folder, dtype="float32", kernels=kernels)
     runner = make_runner(model, kernels, budgets=budgets)
-    runner._mixed = runner._mixed[:1]  # one will do, and each takes the interpreter a second
+    # One will do, and each takes the interpreter a second.
+    runner.sizes.mixed = runner.sizes.mixed[:1]
     return runner
 
 
@@ -93,7 +94,7 @@ def test_a_cpu_has_no_cache_to_ask_into(folder):
     with pytest.raises(EngineError, match="on a GPU only"):
         make_runner(model, kernels, budgets={16: SMALL})
     with pytest.raises(EngineError, match="on a GPU only"):
-        make_runner(model, kernels).captured_decodes(budget=SMALL)
+        make_runner(model, kernels).step_graphs.captured_decodes(budget=SMALL)
 
 
 def test_a_budget_beyond_half_of_the_cache_is_refused():
@@ -115,8 +116,9 @@ def replayed(runner, hidden):
         k.fill_(0.5)
         v.fill_(0.25)
     hidden.clear()
-    for size in runner.decode_sizes:
-        runner._rehearse(runner._graphs[Frame(size)], Frame(size), size, 20)
+    step_graphs = runner.step_graphs
+    for size in step_graphs.decode_sizes:
+        step_graphs._rehearse(step_graphs.graphs[Frame(size)], Frame(size), size, 20)
     return list(hidden)
 
 
@@ -131,13 +133,13 @@ def test_decode_steps_of_a_class_ask_for_its_budget_and_others_for_nothing(
     runner.capture()
     asks = CACHE.asks(runner.model, SMALL)
     each = sum(ask.nbytes for ask in asks)
-    asking = [size for size in runner.decode_sizes if size <= 2]
+    asking = [size for size in runner.step_graphs.decode_sizes if size <= 2]
     # Once before each capture, by a layer of each kind, which are both.
     assert sum(size for _, size in asked) == len(asking) * each > 0
     asked.clear()
     found = replayed(runner, hidden)
     assert sum(size for _, size in asked) == len(asking) * each
-    assert len(found) == len(runner.decode_sizes) > len(asking)
+    assert len(found) == len(runner.step_graphs.decode_sizes) > len(asking)
     assert all(rows.isfinite().all() for rows in found)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     weights = [linear.streamed() for linear in runner.model.layer_linears]
@@ -150,16 +152,17 @@ def test_graphs_of_another_budget_serve_the_steps_that_it_changes(
 ):
     runner = runner_of(folder, monkeypatch, {2: SMALL})
     runner.capture()
-    before = dict(runner._graphs)
-    runner.prefetch_by({1: None, SLOTS: SMALL})
-    changed = [frame for frame in before if runner._graphs[frame] is not before[frame]]
+    graphs = runner.step_graphs
+    before = dict(graphs.graphs)
+    graphs.prefetch_by({1: None, SLOTS: SMALL})
+    changed = [frame for frame in before if graphs.graphs[frame] is not before[frame]]
     assert changed == [Frame(SLOTS), Frame(1)]
-    assert runner.describe_prefetch() == f"up to 1 rows off, up to {SLOTS} rows 0.0078125 MiB"
+    assert graphs.describe_prefetch() == f"up to 1 rows off, up to {SLOTS} rows 0.0078125 MiB"
     asked.clear()
-    steps = runner.captured_decodes(budget=SMALL)
-    assert list(steps.graphs) == [Frame(size) for size in reversed(runner.decode_sizes)]
+    steps = graphs.captured_decodes(budget=SMALL)
+    assert list(steps.graphs) == [Frame(size) for size in reversed(graphs.decode_sizes)]
     assert asked
-    assert runner._graphs[Frame(1)] is not steps.graphs[Frame(1)]
+    assert graphs.graphs[Frame(1)] is not steps.graphs[Frame(1)]
 
 
 def test_a_rehearsal_is_a_step_over_sequences_of_units_of_their_own(
@@ -178,7 +181,7 @@ def test_a_rehearsal_is_a_step_over_sequences_of_units_of_their_own(
         seen[-1] += (batch.block_tables[:, :3].tolist(),)
         return forward(self, ids, batch, caches, scales)
 
-    first, beyond = runner.rehearsals(2, (40, 10_000), SMALL)
+    first, beyond = runner.step_graphs.rehearsals(2, (40, 10_000), SMALL)
     monkeypatch.setattr(type(runner.model), "forward", watched)
     hidden.clear()
     asked.clear()
@@ -191,7 +194,7 @@ def test_a_rehearsal_is_a_step_over_sequences_of_units_of_their_own(
     assert asked
     assert all(rows.isfinite().all() for rows in hidden)
     assert all((k == 0.5).all() and (v == 0.5).all() for k, v in runner.kv_caches)
-    assert not runner._tables._device.any()
+    assert not runner.forward_pass.tables._device.any()
 
 
 @pytest.mark.parametrize("kind", ["awq", "fp8 blocks", "all rows rounded", "two copies"])
@@ -207,7 +210,7 @@ def test_a_decode_step_over_quantised_weights_asks_for_those_that_decodes_read(
     if kind == "two copies":
         model, more = with_copy(model, kernels, HALF), {"prefill_weights": HALF.name}
     runner = make_runner(model, kernels, budgets={1: SMALL}, **more)
-    runner._buckets, runner._mixed = [1, 2], []
+    runner.sizes.buckets, runner.sizes.mixed = [1, 2], []
     runner.capture()
     asked.clear()
     first = replayed(runner, hidden)[0]
@@ -216,7 +219,7 @@ def test_a_decode_step_over_quantised_weights_asks_for_those_that_decodes_read(
     assert {next(i for i, one in enumerate(held) if place in one) for place, _ in asked} == set(
         range(4)
     )
-    runner.prefetch_by({})
+    runner.step_graphs.prefetch_by({})
     asked.clear()
     assert torch.equal(replayed(runner, hidden)[0], first)
     assert asked == []

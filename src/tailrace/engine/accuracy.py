@@ -471,7 +471,7 @@ def _load_on_gpu(
     config: EngineConfig, folder: Path, behind: Path
 ) -> tuple[Device, CausalLM, CausalLM]:
     # Triton is imported with these: a CPU build of torch has none.
-    from tailrace.engine import cuda_runner  # noqa: PLC0415
+    from tailrace.engine import device_kv  # noqa: PLC0415
     from tailrace.engine.cuda_setup import (  # noqa: PLC0415
         check_fp8_activations,
         kv_dtype_of,
@@ -508,7 +508,7 @@ def _load_on_gpu(
 
     def allocating(kv_dtype: torch.dtype) -> Callable[[CausalLM, int, int], list[KVCache]]:
         def allocate(model: CausalLM, blocks: int, block_tokens: int) -> list[KVCache]:
-            return cuda_runner.allocate_kv(model, blocks, block_tokens, kv_dtype, device)
+            return device_kv.allocate_kv(model, blocks, block_tokens, kv_dtype, device)
 
         return allocate
 

@@ -20,7 +20,7 @@ import structlog
 import torch
 
 from tailrace import __version__
-from tailrace.engine.cuda_runner import is_out_of_memory
+from tailrace.engine.device_faults import is_out_of_memory
 from tailrace.errors import ConfigError
 from tailrace.kernels.attention_shapes import FLOAT8_CAPABILITY
 from tailrace.kernels.linear.float8 import FLOAT8

@@ -14,13 +14,9 @@ import torch
 
 from tailrace.engine.accuracy_record import Known, Numerics, known
 from tailrace.engine.cuda_plan import cuda_timer, measure_whole, settle
-from tailrace.engine.cuda_runner import (
-    CudaRunner,
-    allocate_kv,
-    is_out_of_memory,
-    kv_bytes_per_token,
-    table_bytes,
-)
+from tailrace.engine.cuda_runner import CudaRunner
+from tailrace.engine.device_faults import is_out_of_memory
+from tailrace.engine.device_kv import allocate_kv, kv_bytes_per_token
 from tailrace.engine.device_sampler import DeviceSampler
 from tailrace.engine.frames import Detail, Frame, graph_buckets, mixed_frames
 from tailrace.engine.host_kv import STAGING_BYTES
@@ -31,6 +27,7 @@ from tailrace.engine.prefetch_plan import settle as settle_budgets
 from tailrace.engine.prefill_weights import choose
 from tailrace.engine.prefill_weights import make as make_copy
 from tailrace.engine.setup import describe_kv
+from tailrace.engine.slot_tables import table_bytes
 from tailrace.engine.start_times import StartTimes
 from tailrace.errors import ConfigError
 from tailrace.kernels.attention_shapes import FLOAT8_CAPABILITY, decode_shape
@@ -263,8 +260,8 @@ def load_runner(
     attention = describe(partial(kernels.prefill_shape, loaded.config.head_dim), length)
     log.info("prefill_attention", serves=attention)
     if prefetching.is_asked:
-        settle_budgets(prefetching, runner)
-        log.info("weight_prefetch", serves=runner.describe_prefetch())
+        settle_budgets(prefetching, runner.step_graphs)
+        log.info("weight_prefetch", serves=runner.step_graphs.describe_prefetch())
         times.mark("weight prefetch")
     pool = describe_kv(num_blocks * config.kv_unit_tokens, length, token_bytes)
     log.info("kv_pool", holds=pool)

@@ -7,7 +7,7 @@ parameters and a few kernels, queued behind the step; whoever reads the ids lear
 which rows had no token.
 
 A grammar's next mask needs the token before, which is read when the step before is settled (see
-cuda_runner.DeviceResult): whoever calls `sample` has done so. By then this step's forward pass is
+device_result.DeviceResult): whoever calls `sample` has done so. By then this step's forward pass is
 queued, so the device computes while the masks are made.
 
 Log-probabilities of other tokens than the drawn one need lists on the host: a step in which some

@@ -129,3 +129,51 @@ def whole_prompts(frames: Sequence[Frame], rows: int, tokens: int) -> int:
     if tokens >= max(_PACED_TOKENS) + _UNCAPTURED_STEP:
         sizes.append(tokens - tokens % _UNCAPTURED_STEP)
     return max(sizes, default=tokens)
+
+
+class FrameSizes:
+    """The frames of one runner: which are captured, and which serves a step.
+
+    Args:
+        num_slots: Places of the batch.
+        token_budget: Most rows of a step.
+        block_m: Rows of a tile of prompts' attention.
+        paced: Whether prompts beside decodes are cut to a time.
+    """
+
+    def __init__(
+        self, num_slots: int, token_budget: int, block_m: int, *, paced: bool = False
+    ) -> None:
+        self.num_slots = num_slots
+        self.token_budget = token_budget
+        self.buckets = graph_buckets(num_slots)
+        """Batch sizes of the steps of decodes alone, ascending."""
+        self.mixed = mixed_frames(num_slots, token_budget, block_m, paced=paced)
+        """Of steps with prompt tokens, the smallest first."""
+        self._padded_sizes = padded_sizes(num_slots)
+
+    def padded_decodes(self, decodes: int) -> int:
+        """Return the rows that a mixed step computes for so many decodes."""
+        padded = next(size for size in self._padded_sizes if size >= decodes)
+        # Padding takes at most half of what prompts would have; else the step is not captured.
+        return padded if 2 * (padded - decodes) <= self.token_budget - decodes else decodes
+
+    def whole_prompts(self, decodes: int, tokens: int) -> int:
+        """Return the most prompt tokens, up to those given, that need no padding beside decodes."""
+        rows = self.padded_decodes(decodes)
+        return whole_prompts(self.mixed, rows, tokens)
+
+    def fitting(self, *, decodes: int, tokens: int, prompts: int) -> Frame | None:
+        """Return the smallest frame that a step fits, without much padding."""
+        if not tokens:
+            return Frame(next(size for size in self.buckets if size >= decodes))
+        return fitting_frame(self.mixed, decodes=decodes, tokens=tokens, prompts=prompts)
+
+    def keep(self, detail: Detail) -> list[Frame]:
+        """Keep what `kept_frames` does, and return it, the largest first."""
+        self.buckets, self.mixed = kept_frames(self.buckets, self.mixed, self.token_budget, detail)
+        if not self.mixed:  # nothing to pad decodes for
+            self._padded_sizes = list(range(self.num_slots + 1))
+        chosen = [*map(Frame, self.buckets), *self.mixed]
+        chosen.sort(key=lambda frame: frame.rows, reverse=True)
+        return chosen

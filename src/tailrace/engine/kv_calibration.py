@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tailrace.engine.cuda_runner import allocate_kv
+from tailrace.engine.device_kv import allocate_kv
 from tailrace.errors import ModelError
 from tailrace.kernels.attention_batch import AttentionBatch
 from tailrace.kernels.kv_scales import KVScales

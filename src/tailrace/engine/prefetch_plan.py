@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from tailrace.engine.cuda_plan import dropped
-from tailrace.engine.cuda_runner import is_out_of_memory
+from tailrace.engine.device_faults import is_out_of_memory
 from tailrace.engine.graph_capture import quietly
 from tailrace.engine.weight_prefetch import ROW_CLASSES, DeviceCache
 from tailrace.errors import ConfigError
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tailrace.engine.cuda_runner import CudaRunner
+    from tailrace.engine.step_graphs import StepGraphs
     from tailrace.engine.weight_prefetch import Budgets
     from tailrace.kernels.plan import Choice, Plan
     from tailrace.models.causal_lm import CausalLM
@@ -184,28 +184,28 @@ def chosen(plan: Plan, offered: Sequence[Budget], file: Path, operation: str) ->
 
 def settle(
     prefetching: Prefetching,
-    runner: CudaRunner,
+    graphs: StepGraphs,
     *,
     clock: Callable[[], float] = time.monotonic,
     bound_s: float = BOUND_S,
 ) -> None:
-    """Measure what the plan lacks, keep it, and let the winners serve; after `runner.capture`.
+    """Measure what the plan lacks, keep it, and let the winners serve; after `graphs.capture`.
 
     Where the device lacks memory for a second set of graphs, those that are there go on serving.
     """
     plan, file, operation = prefetching.plan, prefetching.file, prefetching.operation
-    if plan is None or file is None or runner.cache is None:
+    if plan is None or file is None or graphs.cache is None:
         return
     choices: list[Choice] = []
     try:
         choices = measure(
-            plan, runner, candidates(runner.cache), operation, clock=clock, bound_s=bound_s
+            plan, graphs, candidates(graphs.cache), operation, clock=clock, bound_s=bound_s
         )
         if not choices:
             return
         plan = plan.with_choices(choices)
         _keep(plan, file)
-        runner.prefetch_by(chosen(plan, candidates(runner.cache), file, operation))
+        graphs.prefetch_by(chosen(plan, candidates(graphs.cache), file, operation))
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -221,7 +221,7 @@ def _keep(plan: Plan, file: Path) -> None:
 
 def measure(
     plan: Plan,
-    runner: CudaRunner,
+    graphs: StepGraphs,
     offered: Sequence[Budget],
     operation: str,
     *,
@@ -231,13 +231,13 @@ def measure(
     """Return choices for the classes of which a plan lacks what is offered, and time allows."""
     begun_s = clock()
     choices, arms = [], _arms(offered)
-    for bound, rows in classes(runner.decode_sizes):
+    for bound, rows in classes(graphs.decode_sizes):
         if plan.answers(operation, sizes_of(bound), arms):
             continue
         if clock() - begun_s >= bound_s:
             break
         with quietly():
-            steps = {name: runner.rehearsals(rows, KEYS, arm) for name, arm in arms.items()}
+            steps = {name: graphs.rehearsals(rows, KEYS, arm) for name, arm in arms.items()}
         seconds = timed(steps)
         choices.append(choose(operation, sizes_of(bound), OFF, seconds, {}, margin=MARGIN))
     if choices:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tailrace.engine.accuracy import Bound
-from tailrace.engine.cuda_runner import is_out_of_memory
+from tailrace.engine.device_faults import is_out_of_memory
 from tailrace.errors import ConfigError
 from tailrace.kernels.linear.cublas import CublasLinear
 from tailrace.kernels.linear.float8_linear import Float8Linear

@@ -28,9 +28,10 @@ import torch
 from tailrace.engine.early_prompts import EARLY_SLOTS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from tailrace.engine.block_manager import BlockManager
+    from tailrace.engine.frames import Frame
     from tailrace.engine.scheduler import Chunk, Step
 
 _NO_ENTRIES = np.empty(0, dtype=np.int32)
@@ -68,6 +69,11 @@ class SlotTables:
         """Whose those are, in the slots after the batch's."""
         self._device = torch.zeros(self.no_slot + 1, width, dtype=torch.int32, device=device)
         self._step = torch.zeros(max_sequences, width, dtype=torch.int32, device=device)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.width * self.unit_tokens
 
     @property
     def words(self) -> int:
@@ -168,3 +174,16 @@ class SlotTables:
     def of_step(self, rows: torch.Tensor) -> torch.Tensor:
         """Return where `gather` puts them: int32 [B, W], at the same address for each step."""
         return self._step[: len(rows)]
+
+
+def table_bytes(
+    num_slots: int, context_length: int, block_size: int, mixed: Sequence[Frame]
+) -> int:
+    """Return the device's bytes of block tables, for sequences of at most so many tokens."""
+    most = most_sequences(num_slots, mixed)
+    return SlotTables.device_bytes(num_slots, -(-context_length // block_size), most)
+
+
+def most_sequences(num_slots: int, mixed: Sequence[Frame]) -> int:
+    """Return the most sequences of a step, padding included."""
+    return num_slots + max([EARLY_SLOTS, *(frame.prompts for frame in mixed)]) + 1
