@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,16 +14,13 @@ from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.cuda_runner import CudaRunner
 from tailrace.engine.device_sampler import DeviceSampler
 from tailrace.engine.engine import Engine
-from tailrace.engine.forward_pass import ForwardPass
-from tailrace.engine.frames import Frame, FrameSizes
+from tailrace.engine.frames import Frame
 from tailrace.engine.runner import Runner
 from tailrace.engine.sampler import Sampler
 from tailrace.engine.scheduler import Chunk, Scheduler, Step
 from tailrace.engine.sequence import Sequence
 from tailrace.engine.slot_tables import table_bytes
-from tailrace.engine.step_arrays import leading_decodes, no_tiles
-from tailrace.errors import DeviceMemoryError, EngineError
-from tailrace.kernels.dependent_launch import launch_options
+from tailrace.errors import DeviceMemoryError
 from tailrace.kernels.torch_kernels import TorchKernels
 from tailrace.kernels.triton_kernels import TritonKernels
 from tailrace.models.loader import load_model
@@ -206,24 +201,6 @@ def test_sampled_rows_draw_as_on_the_cpu(folder):
     assert generate(gpu_runner(folder, CudaRunner), requests) == expected
 
 
-@pytest.mark.parametrize(
-    ("budget", "decodes", "tokens", "whole"),
-    [
-        (1024, 60, 790, 768),
-        (1024, 60, 700, 640),
-        (1024, 128, 896, 896),  # the whole budget
-        (1024, 128, 895, 768),
-        (1024, 60, 63, 63),  # below the smallest frame
-        (8192, 60, 1100, 1024),  # beyond the frames: queued kernel by kernel
-        (8192, 60, 850, 768),
-    ],
-)
-def test_cuts_are_rounded_down_to_what_is_captured(folder, budget, decodes, tokens, whole):
-    runner = gpu_runner(folder, CudaRunner)
-    runner.sizes = FrameSizes(128, budget, 64, paced=True)
-    assert runner.whole_prompts(decodes, tokens) == whole
-
-
 class Starved(CudaRunner):
     """Finds no memory in a step, after all else of them is done: the worst moment."""
 
@@ -262,21 +239,6 @@ def generate_alone(runner):
     runner.execute(runner.prepare(scheduler.schedule(), blocks))
 
 
-def test_padding_tiles_are_those_of_the_sequence_without_rows():
-    tiles = no_tiles(Frame(16, 64, 8, 9))
-    assert tiles.shape == (9, 2)
-    assert np.all(tiles == [24, 0])
-
-
-def test_decodes_are_counted_up_to_the_first_longer_chunk():
-    class Chunk:
-        def __init__(self, num_tokens):
-            self.num_tokens = num_tokens
-
-    assert leading_decodes([Chunk(1), Chunk(1), Chunk(5), Chunk(1)]) == 2
-    assert leading_decodes([]) == 0
-
-
 def test_the_time_of_a_prompts_last_row_is_predicted_for_the_frame_that_computes_it(folder):
     """With a second copy of the weights such a row is no decode, though its chunk is as long."""
     decode, prompt = (Sequence.from_request(request, CONTEXT) for request in make_requests()[1:3])
@@ -312,80 +274,6 @@ def test_padding_never_takes_more_than_half_of_the_prompts_budget(folder):
     assert [runner.padded_decodes(n) for n in range(5)] == [0, 4, 4, 4, 4]
     runner.sizes.token_budget = 4
     assert [runner.padded_decodes(n) for n in range(5)] == [0, 1, 2, 3, 4]
-
-
-@pytest.fixture
-def device_of_graphs(monkeypatch):
-    """Let a CPU capture, which reads no array: they all lie in one place."""
-    monkeypatch.setattr("tailrace.engine.step_graphs.quietly", nullcontext)
-    monkeypatch.setattr("tailrace.engine.step_graphs.captured", lambda run, *_: (run, run()))
-    monkeypatch.setattr(ForwardPass, "sample_rows", lambda *_: (torch.zeros(1), torch.zeros(1)))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: "stream")
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-
-
-def test_before_a_capture_runs_one_layer_of_each_kind_and_graphs_hold_all(
-    folder, device_of_graphs, monkeypatch
-):
-    """The first layer, with nothing to add, is a kind of its own."""
-    model = load_model(folder, dtype="float32", kernels=TritonKernels(CPU, "float32"))
-    (layer,) = model.layers
-    deep = replace(model, layers=[layer] * 4)
-    assert [kept for _, kept in (model.shallow(), deep.shallow())] == [[0], [0, 1]]
-    depths = []
-
-    def forward(self, ids, batch, caches, scales=None):
-        depths.append((len(self.layers), len(caches), batch.num_decodes))
-        return torch.zeros(len(ids), self.config.hidden_size)
-
-    monkeypatch.setattr(type(model), "forward", forward)
-    runner = gpu_runner(folder, CudaRunner)
-    runner.forward_pass.model = replace(deep, config=replace(model.config, num_layers=4))
-    runner.forward_pass.kv_caches = runner.kv_caches * 4
-    runner.capture()
-    graphs = runner.step_graphs.graphs
-    frames = sorted(graphs, key=lambda frame: frame.rows, reverse=True)
-    assert list(graphs) == frames  # the largest first
-    assert len(frames) > 3
-    expected = [(layers, layers, frame.decodes) for layers in (2, 4) for frame in frames]
-    assert depths == expected
-
-
-def test_decodes_are_captured_once_more_by_dependent_launches_and_serve_when_asked(
-    folder, device_of_graphs, monkeypatch
-):
-    launches = []
-
-    def forward(self, ids, batch, caches, scales=None):
-        launches.append((batch.num_decodes == len(ids), launch_options()["DEPENDENT"]))
-        return torch.zeros(len(ids), self.config.hidden_size)
-
-    runner = gpu_runner(folder, CudaRunner)
-    monkeypatch.setattr(type(runner.model), "forward", forward)
-    runner.capture()
-    assert {is_dependent for _, is_dependent in launches} == {False}
-    assert {is_decode for is_decode, _ in launches} == {False, True}
-    launches.clear()
-    step_graphs = runner.step_graphs
-    monkeypatch.setattr(step_graphs, "_has_dependent_launches", True)
-    graphs = dict(step_graphs.graphs)
-    dependent = step_graphs.captured_decodes(dependent=True)
-    assert set(launches) == {(True, True)}
-    assert step_graphs.graphs == graphs
-    decodes = [frame for frame in graphs if not frame.tokens]
-    assert list(dependent.graphs) == list(dependent.outputs) == decodes
-    before = step_graphs.serve_by(dependent)
-    assert before.graphs == graphs
-    assert step_graphs.graphs == graphs | dependent.graphs
-    assert list(step_graphs.graphs) == list(graphs)
-    step_graphs.serve_by(before)
-    assert step_graphs.graphs == graphs
-    assert step_graphs.outputs == before.outputs
-
-
-def test_dependent_launches_are_refused_where_the_device_does_not_know_them(folder):
-    with pytest.raises(EngineError, match="does not know them"):
-        gpu_runner(folder, CudaRunner).step_graphs.captured_decodes(dependent=True)
 
 
 def test_layers_that_differ_are_kinds_of_their_own(folder):

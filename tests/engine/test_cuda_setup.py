@@ -5,7 +5,6 @@ import torch
 from structlog.testing import capture_logs
 
 from tailrace.engine.cuda_setup import MemoryPlan, capture_within_memory
-from tailrace.engine.device_faults import is_out_of_memory
 from tailrace.engine.setup import describe_kv
 from tailrace.errors import ConfigError
 
@@ -70,35 +69,6 @@ def test_another_fault_of_a_capture_is_not_taken_for_lack_of_memory():
     with pytest.raises(RuntimeError, match="illegal memory access"):
         capture_within_memory(device.make, is_fixed=False)
     assert len(device.tried) == 1
-
-
-def hidden_by(error: Exception) -> Exception:
-    """Return what a graph's context manager raises when its body failed."""
-    try:
-        try:
-            raise error
-        finally:
-            raise RuntimeError("operation failed due to a previous error during capture")
-    except RuntimeError as outer:
-        return outer
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory."), True),
-        (RuntimeError("CUDA error: out of memory"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
-        (hidden_by(torch.OutOfMemoryError("CUDA out of memory.")), True),
-        (hidden_by(ValueError("a shape")), False),
-        (RuntimeError("CUDA error: device-side assert triggered"), False),
-        (ValueError("out of memory"), False),
-        (None, False),
-    ],
-    ids=["torch", "driver", "cublas", "in-capture", "in-capture-other", "lost", "other", "none"],
-)
-def test_lack_of_memory_is_known_by_its_kind_or_words(error, expected):
-    assert is_out_of_memory(error) is expected
 
 
 def test_the_plan_and_the_pool_say_what_they_mean():

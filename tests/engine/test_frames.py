@@ -6,6 +6,7 @@ import pytest
 
 from tailrace.engine.frames import (
     Frame,
+    FrameSizes,
     fitting_frame,
     graph_buckets,
     kept_frames,
@@ -59,3 +60,39 @@ def test_fewer_frames_still_serve_every_batch(slots):
     assert set(some) < set(mixed)
     assert {f.decodes for f in some if f.rows == 1024} == {f.decodes for f in mixed}
     assert kept_frames(buckets, mixed, 1024, "decodes") == (few, [])
+
+
+@pytest.mark.parametrize(
+    ("budget", "decodes", "tokens", "whole"),
+    [
+        (1024, 60, 790, 768),
+        (1024, 60, 700, 640),
+        (1024, 128, 896, 896),  # the whole budget
+        (1024, 128, 895, 768),
+        (1024, 60, 63, 63),  # below the smallest frame
+        (8192, 60, 1100, 1024),  # beyond the frames: queued kernel by kernel
+        (8192, 60, 850, 768),
+    ],
+)
+def test_cuts_are_rounded_down_to_what_is_captured(budget, decodes, tokens, whole):
+    sizes = FrameSizes(128, budget, 64, paced=True)
+    assert sizes.whole_prompts(decodes, tokens) == whole
+
+
+def test_the_frames_that_are_kept_are_captured_the_largest_first_and_serve():
+    sizes = FrameSizes(32, 256, 64)
+    kept = sizes.keep("few")
+    assert [frame.rows for frame in kept] == sorted((frame.rows for frame in kept), reverse=True)
+    assert set(kept) == {*map(Frame, sizes.buckets), *sizes.mixed} < {
+        *map(Frame, graph_buckets(32)), *mixed_frames(32, 256, 64),
+    }  # fmt: skip
+    assert sizes.fitting(decodes=9, tokens=0, prompts=0) == Frame(12)
+    assert sizes.fitting(decodes=9, tokens=100, prompts=1) in sizes.mixed
+    assert sizes.padded_decodes(9) == 16
+
+
+def test_without_frames_of_prompts_no_decode_is_padded():
+    sizes = FrameSizes(32, 256, 64)
+    assert all(not frame.tokens for frame in sizes.keep("decodes"))
+    assert [sizes.padded_decodes(n) for n in (0, 9, 32)] == [0, 9, 32]
+    assert sizes.fitting(decodes=9, tokens=64, prompts=1) is None

@@ -58,10 +58,10 @@ class ForwardPass:
         blocks: BlockManager | None,
     ) -> dict[str, np.ndarray]:
         """Return the index arrays of a step, as `step_arrays` has them."""
+        num_slots = len(self.last_tokens) - 1
         return step_arrays(
-            step, decodes, frame, tiles, blocks,
-            tables=self.tables, num_slots=len(self.last_tokens) - 1,
-        )  # fmt: skip
+            step, decodes, frame, tiles, blocks, tables=self.tables, num_slots=num_slots
+        )
 
     def padding(self, frame: Frame) -> dict[str, np.ndarray]:
         """Return the arrays of a frame that nobody's rows are in."""
