@@ -4,7 +4,9 @@
         [--profile] [--kv-cache-dtype fp8] [--weights awq|fp8|fp8-blocks]
         [--prefill-weights same|fp8|bf16] [--prefill-attention triton|hopper] [--plan auto|FILE]
     PYTHONPATH=src:. python benchmarks/gpu_engine.py --out DIR --launches [--weights ...]
+        [--plan ...]
     PYTHONPATH=src:. python benchmarks/gpu_engine.py --out DIR --weight-prefetch [--weights ...]
+        [--plan ...]
 
 Launches: nothing but decode steps by dependent launches (kernels/dependent_launch.py) beside steps
 by plain ones, alternated over one running batch; before that, tokens and their log-probabilities

@@ -356,6 +356,20 @@ def test_a_whole_plan_leaves_what_it_does_not_ask_and_forgets_what_it_does(monke
     assert (len(plan.choices), budget in plan.choices) == (6, False)
 
 
+@pytest.mark.parametrize("content", ["{", '{"format": 9}'], ids=["damaged", "other version"])
+def test_what_lies_where_a_whole_plan_goes_and_is_none_is_found_before_it_is_measured(
+    tmp_path, content
+):
+    """It is not written over: it may be somebody's pinned plan."""
+    out, ticking = tmp_path / "out.json", Ticking()
+    out.write_text(content)
+    with pytest.raises(ConfigError, match="plan .*out.json: .*; remove it, and `tailrace plan mea"):
+        measure_whole(loaded(), MODEL, LONGEST, out, ticking.timer, unit=8)
+    assert (ticking.calls, out.read_text()) == (0, content)
+    out.unlink()
+    assert measure_whole(loaded(), MODEL, LONGEST, out, ticking.timer, unit=8)[0].choices
+
+
 def test_a_model_with_nothing_to_choose_is_told_so(monkeypatch):
     monkeypatch.setattr(cuda_plan, "questions_of", lambda *_: iter(()))
     with pytest.raises(ConfigError, match="nothing to choose for 2/1 heads of 16"):

@@ -123,7 +123,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return lines
 
 
-_FILES = KeptFile("plan", Plan, MOST_BYTES, FORMAT, "`tailrace plan measure` makes one")
+_FILES = KeptFile(
+    "plan", Plan, MOST_BYTES, FORMAT, "remove it, and `tailrace plan measure` makes one"
+)
 
 
 def choose(
