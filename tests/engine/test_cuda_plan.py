@@ -186,7 +186,7 @@ def test_candidates_without_memory_are_told_apart_and_tried_again_by_plan_measur
 
 
 def test_a_gpu_without_memory_for_any_question_is_an_error_with_the_remedy(monkeypatch):
-    monkeypatch.setattr("tailrace.kernels.plan_questions._answer", without_memory)
+    monkeypatch.setattr("tailrace.kernels.plan_answers._answer", without_memory)
     with pytest.raises(ConfigError, match="has no memory for any question: end what else uses it"):
         measure_whole(loaded(), MODEL, LONGEST, None, Ticking().timer, unit=8)
     assert start("auto")[1].choices == ()

@@ -26,7 +26,9 @@ from tailrace.kernels.attention_shapes import FLOAT8_CAPABILITY
 from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.linear.ways import words_of
 from tailrace.kernels.plan import Key, Plan, read, require, usual_file, write
-from tailrace.kernels.plan_questions import Heads, apply, measure, questions, strangers
+from tailrace.kernels.plan_answers import measure
+from tailrace.kernels.plan_questions import Heads, questions
+from tailrace.kernels.plan_winners import apply, strangers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What a GPU's plan asks, and how candidates are checked and timed.
+"""What a GPU's plan asks, and what each question is asked with.
 
     prompts' attention    tile shapes of Triton's kernel and, where it serves, of Hopper's, by the
                           length of the longest sequence and the cache's dtype
@@ -8,30 +8,20 @@
 What rounds differently (a 4-bit weight written out or not, activations in FP8 or not) is no
 question: a plan must not change what is computed, only how fast.
 
-A candidate may win only where its result is as near to the reference as the default's, or, of
-decodes' attention, where it is the same to the last bit; one that raises, or strays, is refused,
-with the reason; one that hangs, or is a fault on the device, ends the start, for the device serves
-nobody then. One that finds no memory on the device is recorded as such, for it may serve where
-there is more, and a question without memory for its reference or its default goes unanswered. Time
-is bounded between candidates, so the last one's compilation may overrun it; what was not reached
-keeps its default until it is asked again.
+What a question is asked with is made when it is asked, and goes when the next one comes: there is
+room for one. `plan_answers` checks candidates and times them, `plan_winners` lets winners serve.
 """
 
 from __future__ import annotations
 
-import gc
-import math
-import time
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-import structlog
 import torch
 from torch.nn import functional
 
-from tailrace.errors import ConfigError
 from tailrace.kernels.attention_shapes import (
     BOUNDS,
     CLASSES,
@@ -50,11 +40,9 @@ from tailrace.kernels.paged_attention.prefill_kernels import (
     prefill,
 )
 from tailrace.kernels.paged_attention.triton_decode import DecodeScratch, decode
-from tailrace.kernels.plan import Choice, Plan, choose
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -63,27 +51,11 @@ if TYPE_CHECKING:
     from tailrace.kernels.paged_attention.triton_decode import DecodeShape
     from tailrace.kernels.triton_kernels import TritonKernels
 
-    Timer = Callable[[Callable[[], object]], float]
-
-log = structlog.get_logger("tailrace.engine")
-
 PREFILL, DECODE = "prefill attention", "decode attention"
 ANY_LENGTH = "any length"
-_STRAY = 2.0
-"""A candidate errs at most so many times as much as the default."""
 _ROWS = 256
 _OUTPUTS = 8192
 """Of attention, and of a layer, that a reference computes at once, to need little memory."""
-_ROUNDING = 1e-3
-"""An error that any of them may have: half precision's own."""
-_MOST_S, _POLL_S = 30.0, 1e-4
-"""Of a candidate's first run, once it is compiled; and how often it is looked at."""
-_MOST_WORDS = 300
-"""Of a failure."""
-_AGAIN = (
-    "start again with --plan off (or --prefill-attention triton, if it is Hopper's), and report it "
-    "with the GPU's name and torch's version"
-)
 _DECODES, _DECODE_KEYS = 32, 2048
 """Sequences of a step, and the most keys of each, that decodes' attention is timed with."""
 
@@ -114,212 +86,6 @@ class Question:
     def words(self) -> str:
         """What it asks."""
         return f"{self.operation}, {self.sizes}"
-
-
-def measure(
-    questions: Iterable[Question],
-    timer: Timer,
-    clock: Callable[[], float],
-    bound_s: float,
-    lacks_memory: Callable[[Exception], bool] = lambda _: False,
-) -> list[Choice]:
-    """Return choices for the questions that were reached in time and found memory.
-
-    Args:
-        questions: Asked in order.
-        timer: Returns the seconds of one call of what it is given.
-        clock: Monotonic seconds.
-        bound_s: No candidate is begun after so many seconds.
-        lacks_memory: Tells whether something failed for want of memory on the device.
-
-    Raises:
-        ConfigError: A default fails: nothing would serve.
-    """
-    end_s = clock() + bound_s
-    choices = []
-    for question in questions:
-        if clock() >= end_s:
-            break
-        try:
-            choice = _answer(question, timer, lambda: clock() >= end_s, lacks_memory)
-        except Exception as failure:
-            if not lacks_memory(failure):
-                raise
-            words = str(failure.__cause__ or failure).splitlines()[0]
-        else:
-            if choice is None:
-                break
-            choices.append(choice)
-            continue
-        log.warning("plan_question_without_memory", question=question.words, reason=words)
-        _give_back()  # the failure is gone, and with it what its frames held
-    return choices
-
-
-def _give_back() -> None:
-    """Return to the driver what a failed attempt had allocated."""
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-@dataclass(frozen=True)
-class _Failed:
-    """A candidate without a time."""
-
-    why: str
-    is_memory: bool = False
-
-
-def _answer(
-    question: Question,
-    timer: Timer,
-    is_over: Callable[[], bool],
-    lacks_memory: Callable[[Exception], bool],
-) -> Choice | None:
-    """Return the choice, or None where time ran out before all candidates were timed."""
-    truth = question.reference()
-    expected, error = _of_default(question, truth)
-    allowed = max(_STRAY * error, _ROUNDING)
-    seconds = {question.default: timer(question.candidates[question.default])}
-    refused, no_memory = {}, {}
-
-    def fault(found: Tensor) -> str:
-        error = _error(found, truth)
-        if error > allowed:
-            return f"its error is {error:.1e}, more than {allowed:.1e}"
-        if question.is_exact and not torch.equal(found, expected):
-            return "its bits are not the default's"
-        return ""
-
-    for name, work in question.candidates.items():
-        if name == question.default:
-            continue
-        if is_over():
-            return None
-        tried = _try(f"{question.words}: {name}", work, fault, timer, lacks_memory)
-        if not isinstance(tried, _Failed):
-            seconds[name] = tried
-        elif tried.is_memory:
-            no_memory[name] = tried.why
-            _give_back()
-        else:
-            refused[name] = tried.why
-            log.info("plan_candidate_refused", question=question.words, name=name, why=tried.why)
-    return choose(
-        question.operation,
-        question.sizes,
-        question.default,
-        seconds,
-        refused,
-        no_memory=no_memory,
-    )
-
-
-def _try(
-    words: str,
-    work: Callable[[], Tensor],
-    fault: Callable[[Tensor], str],
-    timer: Timer,
-    lacks_memory: Callable[[Exception], bool],
-) -> float | _Failed:
-    """Check a candidate, then time it; return its seconds, or why it has none.
-
-    Raises:
-        ConfigError: It does not end, or is a fault on the device: whatever is asked of that next
-            would wait for it, or fail as well.
-        Exception: What passed the check fails while it is timed, and not for want of memory: the
-            device is not to be relied on.
-    """
-    try:
-        found = work()
-        has_ended = _ends(found)
-        why = fault(found) if has_ended else ""
-    # Triton's compiler raises what it likes; a candidate that cannot run here is no fault.
-    except Exception as failure:  # noqa: BLE001
-        return _failed(words, failure, lacks_memory)
-    if not has_ended:
-        raise ConfigError(
-            f"plan: {words} has not ended after {_MOST_S:.0f} s, and the GPU waits for it: {_AGAIN}"
-        )
-    if why:
-        return _Failed(why)
-    try:
-        return timer(work)
-    except Exception as failure:
-        failed = _failed(words, failure, lacks_memory)
-        if not failed.is_memory:
-            raise
-        return failed
-
-
-def _failed(words: str, failure: Exception, lacks_memory: Callable[[Exception], bool]) -> _Failed:
-    """Return what became of a candidate; the device is as good as it was.
-
-    Raises:
-        ConfigError: It took the device's context with it: whatever is asked next would fail too,
-            and be taken for a fault of its own.
-    """
-    if lacks_memory(failure):
-        return _Failed(_words(failure), is_memory=True)
-    if _is_lost():
-        raise ConfigError(
-            f"plan: {words} is a fault on the GPU ({_words(failure)}): {_AGAIN}"
-        ) from failure
-    return _Failed(_words(failure))
-
-
-def _is_lost() -> bool:
-    """Whether the device refuses all work; a fault on it shows in whatever is called next."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own gap
-        return False
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return True
-    return False
-
-
-def _ends(found: Tensor) -> bool:
-    """Wait for a result, not for ever: a barrier that nobody reaches would hold the device."""
-    if not found.is_cuda:
-        return True
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own gap
-    event.record()
-    end_s = time.monotonic() + _MOST_S
-    while not event.query():  # type: ignore[no-untyped-call]  # as above
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(_POLL_S)
-    return True
-
-
-def _words(failure: Exception) -> str:
-    return f"{type(failure).__name__}: {failure}"[:_MOST_WORDS]
-
-
-def _of_default(question: Question, truth: Tensor) -> tuple[Tensor, float]:
-    """Return the default's result and its error, which is finite.
-
-    Raises:
-        ConfigError: It fails: there is nothing to hold others to, and nothing would serve.
-    """
-    at = f"plan: {question.operation}, {question.sizes}: the default kernel ({question.default})"
-    then = "it cannot serve this model here; report it with the GPU's name and torch's version"
-    try:
-        found = question.candidates[question.default]()
-        error = _error(found, truth)
-    except Exception as failure:  # as of candidates; but without this one nothing serves
-        raise ConfigError(f"{at} fails ({_words(failure)}): {then}") from failure
-    if not error < math.inf:
-        raise ConfigError(f"{at} gives numbers that are not finite: {then}")
-    return found, error
-
-
-def _error(found: Tensor, truth: Tensor) -> float:
-    """Return |found - truth| / |truth|; infinite where found is not finite."""
-    distance = (found.double() - truth.double()).norm()
-    error = float(distance / truth.double().norm()) if distance != 0.0 else 0.0
-    return error if error == error else float("inf")  # noqa: PLR0124 - NaN is not itself
 
 
 def questions(
@@ -372,7 +138,7 @@ def _prefills(
             yield _prefill(kernels, heads, (length, bound), kv_dtype, unit)
 
 
-def _shapes(
+def prefill_shapes(
     kernels: TritonKernels, head_dim: int, kv_dtype: torch.dtype, unit: int
 ) -> tuple[PrefillShape, ...]:
     """Return every shape that can serve prompts here, whatever is asked for."""
@@ -386,118 +152,8 @@ def _asked_shapes(
     kernels: TritonKernels, head_dim: int, kv_dtype: torch.dtype, unit: int
 ) -> tuple[PrefillShape, ...]:
     """Return those that are timed: Triton's, which others are held to, and any that may serve."""
-    shapes = _shapes(kernels, head_dim, kv_dtype, unit)
+    shapes = prefill_shapes(kernels, head_dim, kv_dtype, unit)
     return tuple(s for s in shapes if not is_hopper(s) or kernels.may_serve_prompts(s))
-
-
-def strangers(
-    plan: Plan, kernels: TritonKernels, head_dim: int, *, kv_dtype: torch.dtype, unit: int
-) -> list[Choice]:
-    """Return the choices that something else won than what is a candidate here: not to be applied.
-
-    Args:
-        plan: Of this machine and model.
-        kernels: Whose layers it is about.
-        head_dim: Of the model.
-        kv_dtype: Of the cache.
-        unit: Tokens of one of its units.
-    """
-    shapes = [name_of(shape) for shape in _shapes(kernels, head_dim, kv_dtype, unit)]
-    options = {(over(PREFILL, kv_dtype), key_words(bound)): shapes for bound in BOUNDS}
-    decodes = [shape.words for shape in decode_candidates(head_dim, kernels.capability)]
-    options[over(DECODE, kv_dtype), ANY_LENGTH] = decodes
-    for layer in kernels.planned_layers:
-        for ways in layer.planned:
-            for most_rows in ways.classes:
-                options[words_of(layer), class_words(most_rows)] = ways.options(most_rows)
-    return [c for c in plan.choices if c.winner not in options.get(c.question, [c.winner])]
-
-
-def apply(
-    plan: Plan,
-    kernels: TritonKernels,
-    head_dim: int,
-    file: Path,
-    *,
-    kv_dtype: torch.dtype,
-    unit: int,
-) -> None:
-    """Let the plan's winners serve.
-
-    Where one kernel alone may serve prompts (`TritonKernels.serve_prompts_by`), the best of its
-    shapes does, by the same times.
-
-    Args:
-        plan: Of this machine and model.
-        kernels: Whose layers it is about.
-        head_dim: Of the model.
-        file: Where the plan lies, for errors.
-        kv_dtype: Of the cache.
-        unit: Tokens of one of its units.
-
-    Raises:
-        ConfigError: It names a kernel that is no candidate here, or refuses every shape of the one
-            that is asked for; nothing was changed.
-    """
-    shapes = {name_of(shape): shape for shape in _shapes(kernels, head_dim, kv_dtype, unit)}
-    rows = []
-    for bound in BOUNDS:
-        question = over(PREFILL, kv_dtype), key_words(bound)
-        _winner(plan, *question, list(shapes), file)
-        shape = _allowed_winner(plan.choice(*question), kernels, shapes, file)
-        rows.append((bound, shape or kernels.usual_prefill_shape(head_dim, bound - 1)))
-    decodes = {shape.words: shape for shape in decode_candidates(head_dim, kernels.capability)}
-    decode_name = _winner(plan, over(DECODE, kv_dtype), ANY_LENGTH, list(decodes), file)
-    served = []
-    for layer in kernels.planned_layers:
-        for ways in layer.planned:
-            for most_rows in ways.classes:
-                words, options = class_words(most_rows), ways.options(most_rows)
-                name = _winner(plan, words_of(layer), words, options, file)
-                served.append((ways, most_rows, name))
-    kernels.prefill_rows = tuple(rows)
-    kernels.decode_row = None if decode_name is None else decodes[decode_name]
-    for ways, most_rows, name in served:
-        if name is not None:
-            ways.serve(most_rows, name)
-
-
-def _winner(plan: Plan, operation: str, sizes: str, options: list[str], file: Path) -> str | None:
-    name = plan.winner(operation, sizes)
-    if name is not None and name not in options:
-        raise ConfigError(
-            f"plan {file}: {operation}, {sizes}: {name!r} is none of {', '.join(options)}; "
-            "`tailrace plan measure` makes one for this version"
-        )
-    return name
-
-
-def _allowed_winner(
-    choice: Choice | None, kernels: TritonKernels, shapes: Mapping[str, PrefillShape], file: Path
-) -> PrefillShape | None:
-    """Return the winner among the shapes that may serve; None where none of them was asked about.
-
-    Raises:
-        ConfigError: All that were asked about are refused.
-    """
-    if choice is None:
-        return None
-    allowed = {name: s for name, s in shapes.items() if kernels.may_serve_prompts(s)}
-    seconds = {name: s for name, s in choice.seconds.items() if name in allowed}
-    if choice.winner in allowed:
-        return allowed[choice.winner]
-    if choice.default in seconds:
-        again = choose(choice.operation, choice.sizes, choice.default, seconds, {})
-        return allowed[again.winner]
-    if seconds:
-        return allowed[min(seconds, key=lambda name: seconds[name])]
-    refused = [f"{name}: {why}" for name, why in choice.refused.items() if name in allowed]
-    if refused:
-        raise ConfigError(
-            f"plan {file}: {choice.operation}, {choice.sizes}: no shape of the kernel that "
-            f"--prefill-attention asks for is right here ({refused[0]}); use auto"
-        )
-    return None
 
 
 def over(operation: str, kv_dtype: torch.dtype) -> str:
