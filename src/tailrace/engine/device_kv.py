@@ -1,10 +1,10 @@
 """The KV pool on the device: token-major, seen through the shapes that the kernels address.
 
-    memory    [block, token, head, D]       a token's heads lie together
-    K         [block, head, D, token]       views of it, by stride
-    V         [block, head, token, D]
+    memory    [block, token, head, D]       a token is one piece
+    keys      [block, head, D, token]       as kernels see them: by stride, without a copy
+    values    [block, head, token, D]
 
-All three are the same bytes; a token is written as one piece.
+A layer's keys and its values have memory of their own.
 """
 
 from __future__ import annotations
