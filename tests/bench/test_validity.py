@@ -93,6 +93,28 @@ def test_a_server_without_room_is_measured(status):
     assert verdict(many(wrong=50, status="http", http_status=status)).is_valid
 
 
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_a_server_that_cuts_answers_off_is_measured(reason):
+    cut = {"status": "short", "output_tokens": 2, "finish_reason": reason}
+    assert verdict(many(wrong=50, **cut)).is_valid
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", None])
+def test_a_server_that_lets_answers_end_early_was_asked_for_less(reason):
+    ended = {"status": "short", "output_tokens": 2, "finish_reason": reason}
+    assert "50 ended early" in verdict(many(wrong=50, **ended)).reasons[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"status": "short", "output_tokens": 2}, {"input_tokens": 99}, {"output_tokens": 8}],
+)
+def test_a_wrong_length_among_many_failures_is_one_in_all_requests(changes):
+    failed = [ok(100 + i, status="timeout", **USUAL) for i in range(180)]
+    assert verdict([*many(20, wrong=1, **changes), *failed]).is_valid
+    assert not verdict([*many(20, wrong=3, **changes), *failed]).is_valid
+
+
 def test_a_machine_that_others_use_is_a_caution():
     for share in (None, 0.0, 0.1):
         assert verdict(many(), others_share=share).cautions == ()

@@ -25,6 +25,9 @@ REFUSED_SHARE = 0.01
 """Requests that the server may turn away as wrong ones."""
 OVERLOADED = frozenset({408, 425, 429})
 """Statuses of 400 to 499 that do not say that the request is a wrong one."""
+OWN_ENDS = frozenset({"stop", "length", None})
+"""Finish reasons of an answer that ended by itself; all others, "abort" say, are a server's ends
+of what it could not go on with, for want of room or by a fault of its own."""
 MOST_TEXT = 200
 """Characters of a server's own words in a reason."""
 MERGED_TOKENS = 1.2
@@ -140,11 +143,14 @@ def _worst_dispatch(records: Sequence[Record]) -> float | None:
 def _interrupted(records: Sequence[Record], observed: Observed) -> str:
     if not observed.is_interrupted:
         return ""
-    ended = sum(record.status != "cancelled" for record in records)
     return (
-        f"interrupted: {ended} of {observed.planned_requests} requests ended; those in flight are "
-        "left out, which flatters the figures"
+        f"interrupted: {_ended(records)} of {observed.planned_requests} requests ended; those in "
+        "flight are left out, which flatters the figures"
     )
+
+
+def _ended(records: Sequence[Record]) -> int:
+    return sum(record.status != "cancelled" for record in records)
 
 
 def _late(what: str, seen_s: float | None, bound_s: float) -> str:
@@ -176,7 +182,7 @@ def _refused(records: Sequence[Record]) -> str:
         and 400 <= (record.http_status or 0) < 500
         and record.http_status not in OVERLOADED
     ]
-    ended = sum(record.status != "cancelled" for record in records)
+    ended = _ended(records)
     if len(refused) <= REFUSED_SHARE * ended:
         return ""
     return (
@@ -188,15 +194,17 @@ def _refused(records: Sequence[Record]) -> str:
 def _wrong_inputs(records: Sequence[Record]) -> str:
     known = [r for r in records if r.is_ok]
     wrong = sum(r.input_tokens not in {None, r.planned_input_tokens} for r in known)
-    return _lengths("prompt", wrong, sum(r.input_tokens is None for r in known), len(known))
+    unknown = sum(r.input_tokens is None for r in known)
+    return _lengths("prompt", wrong, unknown, _ended(records))
 
 
 def _wrong_outputs(records: Sequence[Record]) -> str:
-    short = sum(r.status == "short" for r in records)
+    """Too short an answer counts where the model ended it; one cut off is the server's failure."""
+    short = sum(r.status == "short" and r.finish_reason in OWN_ENDS for r in records)
     known = [r for r in records if r.is_ok]
     wrong = sum(r.output_tokens not in {None, r.planned_output_tokens} for r in known)
     unknown = sum(r.output_tokens is None for r in known)
-    reason = _lengths("output", wrong + short, unknown, len(known) + short)
+    reason = _lengths("output", wrong + short, unknown, _ended(records))
     if not reason or not short:
         return reason
     return (
@@ -205,11 +213,11 @@ def _wrong_outputs(records: Sequence[Record]) -> str:
     )
 
 
-def _lengths(what: str, wrong: int, unknown: int, total: int) -> str:
-    if wrong + unknown <= WRONG_LENGTH_SHARE * total:
+def _lengths(what: str, wrong: int, unknown: int, ended: int) -> str:
+    if wrong + unknown <= WRONG_LENGTH_SHARE * ended:
         return ""
     return (
-        f"{what} lengths: {wrong} of {total} answers differ from the plan by the server's usage, "
+        f"{what} lengths: {wrong} of {ended} requests differ from the plan by the server's usage, "
         f"{unknown} carry no usage; bound {WRONG_LENGTH_SHARE:.0%}"
     )
 
