@@ -17,6 +17,8 @@ SHARED_BYTES = {AMPERE: 163 * 1024, ADA: 99 * 1024, HOPPER: 227 * 1024}
 
 pytestmark = [
     pytest.mark.slow,
+    # Several hundred kernels of Hopper's: minutes of the assembler's, on a crowded machine many.
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(
         importlib.util.find_spec("triton") is None, reason="Triton is not installed"
     ),
