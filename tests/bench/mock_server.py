@@ -38,6 +38,7 @@ class Behaviour:
 FAULTS = (
     "refuse",  # HTTP 503
     "error_event",  # an error in the middle of the stream
+    "late_refusal",  # the first event of a stream says that the request is a wrong one
     "cut",  # the connection ends in the middle of the stream
     "garbage",  # bytes that are no JSON
     "binary",  # bytes that are no UTF-8
@@ -167,6 +168,11 @@ class MockServer:
             _event(
                 writer, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
             )
+        if how.fault == "late_refusal":
+            _event(writer, {"error": {"message": "too long", "code": 400}})
+            _chunk(writer, b"data: [DONE]\n\n")
+            writer.write(b"0\r\n\r\n")
+            return
         for number in range(tokens):
             await asyncio.sleep(how.gap_s if number else how.ttft_s)
             if number == tokens // 2 and how.fault in _MIDDLE:

@@ -54,6 +54,10 @@ def test_a_calm_run_of_right_lengths_is_valid_without_a_word():
             {"status": "http", "http_status": 400, "error": "HTTP 400: prompt is too long"},
             "3 of 200 requests were refused as wrong ones, not for want of room (bound 1%)",
         ),
+        (
+            {"status": "stream", "http_status": 400, "error": "bad event: too long"},
+            "3 of 200 requests were refused as wrong ones",
+        ),
         ({"cached_tokens": 100}, "300 of 20000 prompt tokens cached"),
         (
             {"status": "client", "error": "out of files"},
@@ -91,6 +95,11 @@ def test_a_refusal_is_quoted_and_not_without_end():
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_server_without_room_is_measured(status):
     assert verdict(many(wrong=50, status="http", http_status=status)).is_valid
+
+
+@pytest.mark.parametrize("status", [200, 429, 503, None])
+def test_a_stream_that_breaks_is_measured(status):
+    assert verdict(many(wrong=50, status="stream", http_status=status)).is_valid
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])

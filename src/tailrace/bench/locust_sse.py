@@ -85,7 +85,7 @@ class StreamClient:
             kind = "client" if error.errno in OUR_OWN_LIMITS else "connect"
             fail(record, kind, str(error))
         finally:
-            record.http_status = answer.status
+            record.http_status = record.http_status or answer.status
             if record.finished_s is None:
                 record.finished_s = self._clock() - self.started_s
 

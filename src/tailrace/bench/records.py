@@ -57,6 +57,7 @@ class Record(msgspec.Struct, kw_only=True):
     """Prompt tokens that the server says it had cached."""
     finish_reason: str | None = None
     http_status: int | None = None
+    """The answer's; of a refusal within a stream (`stream`) the 4xx code of its error event."""
     error: str | None = None
     request_id: str = ""
     """Sent as X-Request-Id; the server's own log may know the request by it."""

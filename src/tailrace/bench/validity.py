@@ -178,7 +178,7 @@ def _refused(records: Sequence[Record]) -> str:
     refused = [
         record
         for record in records
-        if record.status == "http"
+        if record.status in {"http", "stream"}
         and 400 <= (record.http_status or 0) < 500
         and record.http_status not in OVERLOADED
     ]

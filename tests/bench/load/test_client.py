@@ -109,6 +109,7 @@ def test_a_slow_answer_holds_no_other_request_back():
 EXPECTED = {
     "refuse": ("http", "503"),
     "error_event": ("stream", "out of memory"),
+    "late_refusal": ("stream", "too long"),
     "cut": ("stream", "closed in the body"),
     "garbage": ("stream", "bad event"),
     "binary": ("stream", "bad event"),
@@ -119,6 +120,8 @@ EXPECTED = {
     "silent": ("timeout", "not complete 2 s"),
     "no_usage": ("ok", ""),
 }
+
+STATUSES = {"refuse": 503, "late_refusal": 400, "error_event": 200}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -132,6 +135,8 @@ def test_each_fault_is_one_record_and_no_crash(fault):
     assert words in (records[1].error or "")
     assert (records[1].input_tokens is None) == (fault not in {"short", "no_done"})
     assert records[1].finished_s is not None
+    if fault in STATUSES:
+        assert records[1].http_status == STATUSES[fault]
 
 
 def test_nobody_there_is_a_failure_of_each_request():

@@ -110,6 +110,37 @@ def test_what_is_no_answer_is_told_by_one_of_these_errors(data):
         Reading(record()).feed(1.0, data)
 
 
+REFUSAL = {"message": "too long", "type": "BadRequestError", "code": 400}
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (event({"error": REFUSAL}), 400),
+        (event({"error": REFUSAL | {"code": "429"}}), 429),
+        (b"event: error\n" + event(REFUSAL), 400),
+        (event({"error": REFUSAL | {"code": 500}}), None),
+        (event({"error": REFUSAL | {"code": "context_length_exceeded"}}), None),
+        (event({"error": REFUSAL | {"code": 4.5}}), None),
+        (event({"error": REFUSAL | {"code": None}}), None),
+        (event({"error": REFUSAL | {"code": 10**40}}), None),
+        (event({"error": "400"}), None),
+    ],
+)
+def test_a_refusal_within_a_stream_keeps_its_status(data, status):
+    found = record()
+    with pytest.raises(BAD_BYTES):
+        Reading(found).feed(1.0, data)
+    assert found.http_status == status
+
+
+def test_an_error_after_text_is_no_refusal():
+    found = record()
+    with pytest.raises(BAD_BYTES):
+        Reading(found).feed(1.0, choice(text="a") + event({"error": REFUSAL}))
+    assert found.http_status is None
+
+
 def test_a_refusals_text_is_kept_to_a_bound():
     found = record()
     reading = Reading(found)

@@ -208,7 +208,8 @@ class Load:
             fail(record, kind, str(error))
         finally:
             if exchange is not None:
-                record.http_status = exchange.status
+                # An error event's own status, where it had one, says more than the stream's 200.
+                record.http_status = record.http_status or exchange.status
                 exchange.close()
 
     def _now(self) -> float:

@@ -67,9 +67,22 @@ class _Chunk(msgspec.Struct):
     usage: _Usage | None = None
     error: Any = None
     """Of any shape: servers differ."""
+    code: Any = None
+    """Of an error event without `error`; of any shape too."""
 
 
 _CHUNK = msgspec.json.Decoder(_Chunk)
+
+
+def _refusal_code(chunk: _Chunk) -> int | None:
+    """Return the HTTP status of 400 to 499 that an error event carries, else None.
+
+    A server that has answered 200 before it looked at the request has no other place for it.
+    """
+    code = chunk.error.get("code") if isinstance(chunk.error, dict) else chunk.code
+    if isinstance(code, str) and len(code) == len("400") and code.isdecimal():
+        code = int(code)
+    return code if isinstance(code, int) and 400 <= code < 500 else None
 
 
 class Reading:
@@ -108,6 +121,8 @@ class Reading:
             return
         chunk = _CHUNK.decode(event.data)
         if chunk.error is not None or event.name == "error":
+            if self._record.first_token_s is None:  # once there was text it is no refusal
+                self._record.http_status = _refusal_code(chunk)
             raise SseError(bytes(event.data[:MAX_ERROR_BYTES]).decode("utf-8", "replace"))
         for choice in chunk.choices:
             self._on_choice(at_s, choice)
