@@ -3,6 +3,7 @@
     PYTHONPATH=src:. python benchmarks/gpu_gemm.py [--out DIR] [--sweep] [--only-check]
                                                    [--ways WAY ...]
     PYTHONPATH=src:. python benchmarks/gpu_gemm.py --plan FILE
+    PYTHONPATH=src:. python benchmarks/gpu_gemm.py --ways cublas int4 --int4 "128/8/1/4 whole"
     PYTHONPATH=src:. python benchmarks/gpu_gemm.py --device cpu
                                                         (in Triton's interpreter: does it run?)
 
@@ -34,8 +35,9 @@ The floor of a way is what is larger: its bytes over the copy rate that is measu
 arithmetic at 663 (bfloat16) or 1268 TFLOP/s (FP8), the best that this model's shapes reached on an
 H200 (docs/performance.md); int8's is taken to be FP8's, as the tensor cores' is. --sweep times
 shapes instead: of the kernels of few rows, and of int8's for all. With --plan, what is "as served"
-is served as that plan chooses (`tailrace plan measure`). What was found is written after every
-layer.
+is served as that plan chooses (`tailrace plan measure`). With --int4, "int4" is served by the shape
+of that name, as plans and gpu_int4.py have it, in the classes of rows that it is for. What was
+found is written after every layer.
 """
 
 from __future__ import annotations
@@ -118,6 +120,8 @@ class Setting:
     layers: dict[str, tuple[int, int, bool]]
     rows: tuple[int, ...]
     ways: tuple[str, ...] = WAYS
+    int4_kind: str = ""
+    """The name of a shape that serves 4-bit layers where it can."""
 
     @property
     def is_gpu(self) -> bool:
@@ -215,7 +219,26 @@ def _make_int4(
     held = quantize_groups(weight, 128)
     workspace = _workspace(setting)
     layers = [Int4Linear(held, bias, workspace) for _ in range(copies)]
+    for layer in layers:
+        for most_rows in layer.by_codes.classes:
+            if setting.int4_kind in layer.by_codes.options(most_rows):
+                layer.by_codes.serve(most_rows, setting.int4_kind)
     return Made(list(layers), held.dequantize(), layers[0].nbytes, "bf16", layers)
+
+
+def with_int4_kind(setting: Setting, name: str, parser: argparse.ArgumentParser) -> Setting:
+    """Let 4-bit layers be served by a shape, which must be one that can serve a small layer."""
+    import torch
+
+    if not name:
+        return setting
+    weight = torch.randn(128, 256, device=setting.device)
+    (layer,) = make("int4", setting, weight, None, 1).layers
+    names = (layer.by_codes.options(most_rows) for most_rows in layer.by_codes.classes)
+    known = dict.fromkeys(itertools.chain.from_iterable(names))
+    if name not in known:
+        parser.error(f"--int4: {name!r} is none of {'; '.join(known)}")
+    return replace(setting, int4_kind=name)
 
 
 def _make_float8(
@@ -544,6 +567,8 @@ def measure(
             if plan is not None and made.layers:
                 chosen = made.serve_by(plan)
                 print(f"{name} {way}: the plan chooses for {chosen} classes of rows", flush=True)
+            if way == "int4" and setting.int4_kind:
+                print(f"{name} int4: {made.layers[0].name}", flush=True)
             entry = {"layer": name, "way": way, "weight_bytes": made.weight_bytes}
             for rows in setting.rows:
                 if not takes(way, rows, setting):
@@ -908,7 +933,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--plan", type=Path)
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--plan", type=Path)
+    chosen.add_argument("--int4", default="", metavar="NAME", help="a shape for 4-bit layers")
     parser.add_argument("--only-check", action="store_true")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     arguments = parser.parse_args()
@@ -922,6 +949,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     setting = replace(setting_of(arguments.device), ways=tuple(arguments.ways))
+    setting = with_int4_kind(setting, arguments.int4, parser)
     begun = time.monotonic()
     with torch.inference_mode():
         compile_all(setting)

@@ -8,6 +8,8 @@ timeout, for a barrier that nobody reaches would otherwise hang the GPU: odd siz
 same bits for a row with fewer rows beside it. What differs is named and not timed. Then the four
 layers of Qwen2.5-7B are timed at 16, 32, 64 and 128 rows, in CUDA graphs that go through enough
 copies of a weight that none comes from the L2 cache. Those that cut a layer alike are timed once.
+Each is named as plans and `hopper_int4_ways.SERVED` name it. Last comes what that table would have
+by these times, "Triton" for the shape that Triton's own table has.
 
     sides/programs/span order       whole numbers multiplied, scaled afterwards (`HopperShape`)
     n slices                        likewise, up to 32 rows, inputs split in a program (`FewShape`):
@@ -377,6 +379,25 @@ def print_tables(found: list[dict]) -> None:
         print(f"  {rows:>4} {line} {CUBLAS_MS[rows]:12.2f} {goal:>6}")
 
 
+def print_served(found: list[dict]) -> None:
+    """Print what would serve each layer by these times, and what does now: no weight is rounded."""
+    from tailrace.kernels.linear.hopper_int4_ways import TRITON, served
+    from tailrace.kernels.plan import MARGIN
+
+    print(f"\nfor hopper_int4_ways.SERVED, whole numbers that win by {MARGIN:.0%}; what serves:")
+    for name, sizes in LAYERS.items():
+        now, best = served(*sizes), []
+        for rows, usual in zip(ROWS, now, strict=True):
+            here = [e for e in found if (e["layer"], e["rows"]) == (name, rows)]
+            us = {e["way"]: e["us"] for e in here if e.get("scaled") is False}
+            us.update((TRITON, e["us"]) for e in here if e["way"] == "triton")
+            fastest = min(us, key=lambda way: us[way], default=usual)
+            # What serves now may not have been timed: then nothing is said against it.
+            is_won = usual in us and us[fastest] < (1 - MARGIN) * us[usual]
+            best.append(fastest if is_won else usual)
+        print(f"  {name:<8} {json.dumps(best)}\n  {'now':>8} {json.dumps(now)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
@@ -413,6 +434,7 @@ def main() -> None:
         print(f"timed {len(lines)} of {len(LAYERS)} layers: {reason}", flush=True)
     (arguments.out / "gpu_int4.json").write_text(json.dumps(found))
     print_tables(found)
+    print_served(found)
     print(f"{time.monotonic() - begun:.0f} s in all")
     raise SystemExit(len(right) != len(kinds))
 

@@ -11,16 +11,14 @@ import torch
 
 from tailrace.kernels.linear import int4_linear
 from tailrace.kernels.linear.int4 import quantize_groups
-from tailrace.kernels.linear.int4_linear import has_hopper_kernel, rows_by_triton
+from tailrace.kernels.linear.int4_linear import has_hopper_kernel
 from tailrace.kernels.linear.workspace import Workspace
 
 hopper = pytest.importorskip(
     "tailrace.kernels.linear.triton_hopper_int4", reason="Triton with Gluon is not installed"
 )
-
-bands = pytest.importorskip(
-    "tailrace.kernels.linear.triton_hopper_int4_bands",
-    reason="Triton with Gluon is not installed",
+hopper_int4_ways = pytest.importorskip(
+    "tailrace.kernels.linear.hopper_int4_ways", reason="Triton with Gluon is not installed"
 )
 SHAPES = sorted(
     {
@@ -79,90 +77,6 @@ def test_it_is_chosen_on_hopper_with_its_own_release_of_triton_alone():
     assert not has_hopper_kernel(None, "3.6.0")
 
 
-def test_it_serves_where_it_was_measured_faster():
-    layers = {
-        "qkv": (4608, 3584),
-        "o": (3584, 3584),
-        "gate_up": (37888, 3584),
-        "down": (3584, 18944),
-    }
-    served = {name: rows_by_triton(*sizes) for name, sizes in layers.items()}
-    assert served == {"qkv": 64, "o": 128, "gate_up": 16, "down": 64}
-
-
-def test_a_layer_gives_each_number_of_rows_to_its_kernel(monkeypatch):
-    taken = []
-
-    def kernel(name):
-        def record(x, *_, **__):
-            taken.append((name, x.shape[0]))
-
-        return record
-
-    monkeypatch.setattr(hopper, "int4_hopper", kernel("Hopper"))
-    monkeypatch.setattr(hopper, "reserved_parts", lambda outputs, chunks, device: 7)
-    monkeypatch.setattr(bands, "int4_bands", kernel("scaled"))
-    monkeypatch.setattr(bands, "reserved", lambda outputs, chunks, device: (9, 11))
-    monkeypatch.setattr(int4_linear, "int4_linear", kernel("Triton"))
-    monkeypatch.setattr(int4_linear, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(int4_linear, "_WIDE", 40)
-    workspace = Workspace(torch.device("cpu"), torch.float32)
-    wide, narrow = (
-        int4_linear.Int4Linear(quantize_groups(torch.randn(outputs, 64), 64), None, workspace)
-        for outputs in (40, 39)
-    )
-    for rows in (16, 17, 128):
-        wide(torch.randn(rows, 64))
-        narrow(torch.randn(rows, 64))
-    wide.write(torch.randn(300, 64), torch.empty(300, 40))
-    assert taken == [
-        ("Triton", 16), ("Triton", 16), ("Hopper", 17), ("Triton", 17), ("Hopper", 128),
-        ("Triton", 128), ("Hopper", 128), ("Hopper", 128), ("Hopper", 44),
-    ]  # fmt: skip
-    assert workspace.scratch.parts.numel() == 7
-
-
-@pytest.mark.parametrize(
-    ("unrounded", "served"),
-    [
-        (128, ["Triton", "Hopper", "Hopper", "Hopper"]),
-        (64, ["Triton", "Hopper", "Hopper", "scaled"]),
-        (16, ["Triton", "scaled", "scaled", "scaled"]),
-        (0, ["scaled"] * 4),
-    ],
-)  # fmt: skip
-def test_weights_are_scaled_first_beyond_the_rows_that_are_not_rounded(
-    monkeypatch, unrounded, served
-):
-    taken = []
-
-    def kernel(name):
-        return lambda *_, **__: taken.append(name)
-
-    for module, name in (
-        (hopper, "int4_hopper"), (bands, "int4_bands"), (int4_linear, "int4_linear"),
-    ):  # fmt: skip
-        label = {"int4_linear": "Triton", "int4_hopper": "Hopper"}.get(name, "scaled")
-        monkeypatch.setattr(module, name, kernel(label))
-    monkeypatch.setattr(hopper, "reserved_parts", lambda *_: 7)
-    monkeypatch.setattr(bands, "reserved", lambda *_: (9, 2000))
-    monkeypatch.setattr(int4_linear, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(int4_linear, "_WIDE", 40)
-    monkeypatch.setattr(int4_linear, "rows_unrounded", lambda outputs, inputs: unrounded)
-    workspace = Workspace(torch.device("cpu"), torch.float32)
-    layer = int4_linear.Int4Linear(quantize_groups(torch.randn(40, 64), 64), None, workspace)
-    for rows in (1, 17, 64, 65):
-        layer(torch.randn(rows, 64))
-    assert taken == served
-    assert ("scaled in half precision" in layer.name) == (unrounded < 128)
-    assert workspace.scratch.parts.numel() == (9 if unrounded < 128 else 7)
-    assert (workspace.scratch.arrivals.numel() >= 2000) == (unrounded < 128)
-
-
-def test_nobody_is_served_by_rounded_weights_before_they_were_measured():
-    assert {int4_linear.rows_unrounded(*sizes) for sizes in LAYERS} == {int4_linear.MOST_ROWS}
-
-
 def interpreted(monkeypatch, seed, rows, chunk, shape, *, dependent=False):
     """Return a product of a small layer by the kernel on the CPU, and its error."""
     layer = on_gluon.Layer(group=chunk)
@@ -218,7 +132,8 @@ def test_it_equals_the_product_with_the_dequantised_weight(
     weight = quantize_groups(torch.randn(outputs, inputs) * inputs**-0.5, group)
     bias = torch.randn(outputs)
     workspace = Workspace(on_hopper, torch.bfloat16)
-    monkeypatch.setattr(int4_linear, "rows_by_triton", lambda outputs, inputs: 0)
+    usual = tuple(hopper.shape_for(most, outputs)[1].words for most in hopper.CANDIDATES)
+    monkeypatch.setattr(hopper_int4_ways, "SERVED", ((0, 0, usual),))
     layer = int4_linear.Int4Linear(weight, bias, workspace)
     assert "for Hopper" in layer.name
     whole = torch.full((rows + 40, inputs), float("nan"), device=on_hopper).bfloat16()

@@ -1,12 +1,12 @@
 """How a plan's questions are answered: candidates are checked, then timed, and the fastest wins.
 
 A candidate may win only where its result is as near to the reference as the default's, or, of
-decodes' attention, where it is the same to the last bit; one that raises, or strays, is refused,
-with the reason; one that hangs, or is a fault on the device, ends the start, for the device serves
-nobody then. One that finds no memory on the device is recorded as such, for it may serve where
-there is more, and a question without memory for its reference or its default goes unanswered. Time
-is bounded between candidates, so the last one's compilation may overrun it; what was not reached
-keeps its default until it is asked again.
+decodes' attention, where it is the same to the last bit; one that raises, strays, or leaves counts
+behind for the next to find, is refused, with the reason; one that hangs, or is a fault on the
+device, ends the start, for the device serves nobody then. One that finds no memory on the device is
+recorded as such, for it may serve where there is more, and a question without memory for its
+reference or its default goes unanswered. Time is bounded between candidates, so the last one's
+compilation may overrun it; what was not reached keeps its default until it is asked again.
 """
 
 from __future__ import annotations
@@ -129,6 +129,8 @@ def _answer(
         if is_over():
             return None
         tried = _try(f"{question.words}: {name}", work, fault, timer, lacks_memory)
+        if question.mend() and not isinstance(tried, _Failed):
+            tried = _Failed("it leaves counts behind that the next kernel would add to")
         if not isinstance(tried, _Failed):
             seconds[name] = tried
         elif tried.is_memory:

@@ -81,6 +81,8 @@ class Question:
     """The result in higher precision."""
     is_exact: bool = False
     """Whether a candidate must give the default's very bits."""
+    mend: Callable[[], bool] = lambda: False
+    """Puts right what a candidate left behind for others to find; tells whether there was such."""
 
     @property
     def words(self) -> str:
@@ -108,23 +110,29 @@ def questions(
     late = []
     for kv_dtype in kv_dtypes:
         prefills = _prefills(kernels, heads, longest, kv_dtype, unit)
-        # Hopper's shapes take seconds to compile: a start's time is not to be theirs alone.
+        # Hopper's shapes take seconds to compile: a start's time is not to be theirs alone. Those
+        # of 4-bit layers are the most.
         if any(map(is_hopper, _asked_shapes(kernels, heads.dim, kv_dtype, unit))):
             late.append(prefills)
         else:
             yield from prefills
         if len(decode_candidates(heads.dim, kernels.capability)) > 1:
             yield _decode(kernels, heads, min(longest, _DECODE_KEYS), kv_dtype, unit)
+    yield from _linears(kernels, compile_long=False)
+    for prefills in late:
+        yield from prefills
+    yield from _linears(kernels, compile_long=True)
+
+
+def _linears(kernels: TritonKernels, *, compile_long: bool) -> Iterator[Question]:
     asked = set()
     for layer in kernels.planned_layers:
         for ways in kernels.ways_in_use(layer):
-            for most_rows in ways.classes:
+            for most_rows in ways.classes if ways.compiles_long == compile_long else ():
                 question = (words_of(layer), most_rows)
                 if len(ways.options(most_rows)) > 1 and question not in asked:
                     asked.add(question)
                     yield _linear(kernels, layer, ways, most_rows)
-    for prefills in late:
-        yield from prefills
 
 
 def _prefills(
@@ -335,7 +343,9 @@ def _linear(
     works = {name: partial(by, name) for name in ways.options(most_rows)}
     words = class_words(most_rows)
     usual = ways.serving(most_rows)
-    return Question(words_of(layer), words, usual, works, truth, is_exact=ways.is_exact)
+    return Question(
+        words_of(layer), words, usual, works, truth, is_exact=ways.is_exact, mend=kernels.mend
+    )
 
 
 def _exact_rows(q: Tensor, k: Tensor, v: Tensor, first: int) -> Tensor:

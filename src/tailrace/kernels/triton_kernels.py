@@ -414,6 +414,10 @@ class TritonKernels:
         is_few = any(one is not None and one.few is layer for one in phased)
         return (layer.by_codes,) if is_few else layer.planned
 
+    def mend(self) -> bool:
+        """See `Question.mend`: of what quantised layers share."""
+        return self._workspace.mend()
+
     @property
     def name_of_dtype(self) -> str:
         """Of activations, such as "bfloat16"."""

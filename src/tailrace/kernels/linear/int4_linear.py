@@ -1,8 +1,8 @@
 """A linear layer over 4-bit weights on a GPU: few rows by the codes, many by what they stand for.
 
-`triton_int4` multiplies few rows; on Hopper `triton_hopper_int4` does where it is the faster one,
-over the same codes (`rows_by_triton`). Both multiply whole numbers, so no weight is rounded;
-`triton_hopper_int4_bands` can round them, for speed, and serves nobody yet (`rows_unrounded`).
+`triton_int4` multiplies few rows; on Hopper one of several kernels over the same codes does, by a
+table or a plan (`hopper_int4_ways`). All multiply whole numbers, so no weight is rounded;
+`triton_hopper_int4_bands` can round them, for speed, and serves nobody so yet (`rows_unrounded`).
 
 Up to `MOST_ROWS` rows a product is bound by the weight's bytes, and the codes are a quarter of
 them. Beyond, arithmetic counts: the weight is written out in half precision, into a buffer that all
@@ -18,7 +18,15 @@ import triton
 from torch.nn import functional
 
 from tailrace.kernels.linear.packed_int4 import PackedInt4
-from tailrace.kernels.linear.triton_int4 import MOST_ROWS, dequantize, int4_linear, ways
+from tailrace.kernels.linear.triton_int4 import (
+    MOST_ROWS,
+    TILES,
+    dequantize,
+    int4_linear,
+    tile_options,
+    writing_ways,
+)
+from tailrace.kernels.linear.ways import Ways
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,46 +34,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tailrace.kernels.linear.int4 import GroupInt4
-    from tailrace.kernels.linear.ways import Ways
     from tailrace.kernels.linear.workspace import Workspace
 
 
 _GLUON = "3.6."
-"""The release of Triton whose Gluon the Hopper kernel is written in: it changes still."""
+"""The release of Triton whose Gluon Hopper's kernels are written in: it changes still."""
 
 
 def has_hopper_kernel(capability: tuple[int, int] | None, release: str) -> bool:
-    """Tell whether a GPU, none in the interpreter, and a release of Triton run that kernel."""
+    """Tell whether a GPU, none in the interpreter, and a release of Triton run those kernels."""
     return capability == (9, 0) and release.startswith(_GLUON)
-
-
-_WIDE = 132 * 128
-"""Outputs: a tile of 128 for each multiprocessor. Between the layers measured, 4608 and 37888."""
-_LARGE = 14_000_000
-"""Weights. Between o, 12.8 million, and qkv, 16.5."""
-
-
-def rows_by_triton(outputs: int, inputs: int) -> int:
-    """Return up to how many rows of a layer Triton's kernel takes where a GPU has Hopper's too.
-
-    Seen on an H200 (gpu_int4.py, 2026-11-30), microseconds by Triton's / the best of Hopper's:
-
-        rows           16           32           64            128
-        gate_up   31.8 / 31.6  38.3 / 34.3  58.5 / 44.9  101.9 / 81.5    37888 x 3584
-        qkv        8.9 /  9.0  10.5 / 12.7  14.7 / 14.8   29.1 / 24.7     4608 x 3584
-        o          8.3 /  8.1   9.2 /  9.7  11.9 / 12.8   18.4 / 22.2     3584 x 3584
-        down      20.7 / 21.0  23.7 / 27.2  33.2 / 40.1   62.4 / 58.0     3584 x 18944
-    """
-    if outputs >= _WIDE:
-        return 16
-    return 64 if outputs * inputs >= _LARGE else MOST_ROWS
 
 
 def rows_unrounded(outputs: int, inputs: int) -> int:  # noqa: ARG001 - a layer's sizes will decide
     """Return up to how many rows of a layer a Hopper GPU multiplies by weights as they are.
 
-    More of them, up to `MOST_ROWS`, go by the kernel that scales weights in half precision first.
-    None do: it has not run on a GPU yet (gpu_int4.py checks and times it).
+    Classes of more, up to `MOST_ROWS`, go by the kernel that scales weights in half precision
+    first. None do: it has not run on a GPU yet (gpu_int4.py checks and times it).
     """
     return MOST_ROWS
 
@@ -80,8 +65,8 @@ class Int4Linear:
     """x @ weight.T + bias.
 
     Up to `rows_unrounded` no weight is rounded. Up to `MOST_ROWS` sums are float32, and a row's sum
-    is cut at the same places whatever is beside it: at one set of places by each kernel that serves
-    the layer.
+    is cut at the same places whatever is beside it: at one set of places by Triton's kernel, and by
+    each other one that serves a class of rows (16, 32, 64, 128).
 
     Args:
         weight: Of any device; may be freed after packing.
@@ -98,50 +83,47 @@ class Int4Linear:
         if bias_O is not None:
             self.bias_O = bias_O.to(workspace.device, workspace.dtype).contiguous()
         self._workspace = workspace
-        held = self._weight
-        self._hopper: list[tuple[int, Callable[..., Tensor]]] = []
-        parts = arrivals = 0
-        by_triton = unrounded = MOST_ROWS
-        self.name = f"Triton 4 bits in groups of {weight.group}"
+        self._writing = writing_ways()
+        weights = self._weight.outputs * self._weight.inputs
+        self._tiles: Ways[object]
+        self._multiply: Callable[..., Tensor]
+        self._words: Callable[[object], str]
+        room: dict[str, int] = {}
         if _is_hopper(workspace.device):
-            unrounded = rows_unrounded(held.outputs, held.inputs)
-            by_triton = min(unrounded, rows_by_triton(held.outputs, held.inputs))
-        layer = held.outputs, held.codes.shape[0], workspace.device
-        # Each kernel's shapes cut sums at places of their own, so that classes of rows must not
-        # differ.
-        if by_triton < unrounded:
-            from tailrace.kernels.linear.triton_hopper_int4 import (  # noqa: PLC0415 - see _GLUON
-                int4_hopper,
-                reserved_parts,
-            )
+            from tailrace.kernels.linear import hopper_int4_ways  # noqa: PLC0415 - see _GLUON
 
-            parts = reserved_parts(*layer)
-            self._hopper.append((unrounded, int4_hopper))
-            self.name += f", for Hopper above {by_triton} rows"
-        if unrounded < MOST_ROWS:
-            from tailrace.kernels.linear.triton_hopper_int4_bands import (  # noqa: PLC0415
-                int4_bands,
-                reserved,
-            )
-
-            scaled_parts, arrivals = reserved(*layer)
-            parts = max(parts, scaled_parts)
-            self._hopper.append((MOST_ROWS, int4_bands))
-            self.name += f", scaled in half precision above {unrounded} rows"
-        self._tiles, self._writing = ways(held.outputs * held.inputs, by_triton)
-        self._by_triton = by_triton
-        self.by_codes: Ways[object] = self._tiles
+            unrounded = rows_unrounded(self._weight.outputs, self._weight.inputs)
+            self._tiles = hopper_int4_ways.ways(self._weight, workspace.device, unrounded)
+            self._multiply = hopper_int4_ways.multiply
+            self._words = hopper_int4_ways.kernel_words
+            room = hopper_int4_ways.room(self._weight, workspace.device)
+        else:
+            self._tiles = Ways(tile_options(weights))
+            self._multiply = int4_linear
+            self._words = lambda _: TILES
+        self._group = weight.group
+        self.by_codes = self._tiles
         """The ways that `write` takes."""
         self.planned: tuple[Ways[object], ...] = (self._tiles, self._writing)
         workspace.reserve(
-            outputs=held.outputs,
-            splits=held.splits,
+            outputs=self._weight.outputs,
+            splits=self._weight.splits,
             rows=MOST_ROWS,
-            wide=held.outputs * held.inputs,
-            parts=parts,
-            arrivals=arrivals,
+            wide=weights,
+            **room,
         )
         self.operation = f"int4/{weight.group} linear"
+
+    @property
+    def name(self) -> str:
+        """How it computes: Triton's tiles, and from how many rows on another kernel."""
+        words, kernel, below = f"Triton 4 bits in groups of {self._group}", TILES, 0
+        for most_rows in self._tiles.classes:
+            serving = self._words(self._tiles.of(most_rows))
+            if serving != kernel:
+                words += f", {serving} above {below} rows"
+            kernel, below = serving, most_rows
+        return words
 
     @property
     def nbytes(self) -> int:
@@ -184,17 +166,12 @@ class Int4Linear:
             self._by_codes(x_TI[rows], out_TO[rows])
 
     def _by_codes(self, x_TI: Tensor, out_TO: Tensor | None = None) -> Tensor:
-        scratch = self._workspace.scratch
-        rows = x_TI.shape[0]
-        if rows > self._by_triton:
-            kernel = next(kernel for most_rows, kernel in self._hopper if rows <= most_rows)
-            return kernel(x_TI, self._weight, self.bias_O, scratch=scratch, out_TO=out_TO)
-        return int4_linear(
+        return self._multiply(
             x_TI,
             self._weight,
             self.bias_O,
-            scratch=scratch,
-            shape=self._tiles.of(rows),
+            scratch=self._workspace.scratch,
+            shape=self._tiles.of(x_TI.shape[0]),
             out_TO=out_TO,
         )
 

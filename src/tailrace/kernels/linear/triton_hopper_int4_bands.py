@@ -465,7 +465,7 @@ MOST_ROWS = 128
 CANDIDATES: dict[int, tuple[BandShape, ...]] = {
     rows: _candidates(rows) for rows in (16, 32, 64, MOST_ROWS)
 }
-"""By the rows of the tile, ascending: what a sweep may try."""
+"""By the rows of the tile, ascending: what a sweep may try, and of whole numbers a plan."""
 
 
 def shape_for(rows: int, outputs: int, *, is_scaled: bool) -> tuple[int, BandShape]:

@@ -168,6 +168,10 @@ class FewShape:
         """Its name in a table."""
         return f"{self.slices} slices"
 
+    def fits(self, outputs: int, multiprocessors: int) -> bool:
+        """Tell whether each tile of a layer has a multiprocessor: others would wait for a turn."""
+        return -(-outputs // _HALF) <= multiprocessors
+
     def stages(self, rows: int, chunk: int) -> int:
         """Return how many units the ring holds, for tiles of so many rows.
 
@@ -188,7 +192,7 @@ CANDIDATES: dict[int, tuple[FewShape, ...]] = {
     16: (FewShape(4), FewShape(2)),
     32: (FewShape(4), FewShape(2)),
 }
-"""By the rows of the tile, ascending: what a sweep may try."""
+"""By the rows of the tile, ascending: what a plan or a sweep may try."""
 
 MOST_ROWS = max(CANDIDATES)
 

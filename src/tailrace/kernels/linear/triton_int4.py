@@ -260,6 +260,9 @@ _FEWER_ROWS = 64
 
 MOST_ROWS = max(SHAPES)
 
+TILES = "as tiles"
+"""What a layer's name calls this kernel where another one serves fewer rows."""
+
 WRITING = WritingShape(64, 4)
 
 CANDIDATES: dict[int, tuple[Int4Shape, ...]] = {
@@ -274,23 +277,21 @@ WRITING_CANDIDATES = (WritingShape(32, 4), WritingShape(128, 8))
 """Likewise, beside `WRITING`."""
 
 
-def ways(weights: int, most_tiled: int = MOST_ROWS) -> tuple[Ways[Int4Shape], Ways[WritingShape]]:
-    """Return what can serve a layer: tiles for few rows, the weight written out for more.
-
-    Args:
-        weights: How many the layer has.
-        most_tiled: Rows; where more of them are another kernel's, up to `MOST_ROWS`.
-    """
+def tile_options(weights: int) -> dict[int, dict[str, Int4Shape]]:
+    """Return the tiles that can serve a layer of so many weights, by the most rows of a class."""
     tiles = {}
     for most_rows, wide in SHAPES.items():
-        if most_rows > most_tiled:
-            break
         _, usual = shape_for(most_rows, weights)
         options = (usual, wide, *CANDIDATES[most_rows])
         tiles[most_rows] = {shape.words: shape for shape in options}
+    return tiles
+
+
+def writing_ways() -> Ways[WritingShape]:
+    """Return what can write a weight out, for more rows than tiles take."""
     writing = {MANY: {shape.words: shape for shape in (WRITING, *WRITING_CANDIDATES)}}
     # The fewest of its rows: there writing takes most of the time.
-    return Ways(tiles), Ways(writing, many_rows=MOST_ROWS + 1, is_exact=True)
+    return Ways(writing, many_rows=MOST_ROWS + 1, is_exact=True)
 
 
 def shape_for(rows: int, weights: int) -> tuple[int, Int4Shape]:

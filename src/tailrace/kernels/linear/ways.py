@@ -34,6 +34,7 @@ class Ways(Generic[T_co]):
             serves until another is told to.
         many_rows: How many rows are timed for the class `MANY`.
         is_exact: Whether all ways of a class give the same bits.
+        compiles_long: Whether some take seconds to compile, so that they are asked about last.
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class Ways(Generic[T_co]):
         many_rows: int = 0,
         *,
         is_exact: bool = False,
+        compiles_long: bool = False,
     ) -> None:
-        self.is_exact = is_exact
+        self.is_exact, self.compiles_long = is_exact, compiles_long
         self._options = options
         self._many_rows = many_rows
         self._serving = {most_rows: next(iter(ways)) for most_rows, ways in options.items()}

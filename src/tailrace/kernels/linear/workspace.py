@@ -87,6 +87,13 @@ class Workspace:
             )
         return self._scratch
 
+    def mend(self) -> bool:
+        """Make arrivals zero again; tell whether a kernel that is wrong had left some."""
+        if self._scratch is None or not bool(self._scratch.arrivals.any()):
+            return False
+        self._scratch.arrivals.zero_()
+        return True
+
     def wide(self, outputs: int, inputs: int) -> Tensor:
         """Return room for a weight [outputs, inputs]; the next call hands it out again."""
         if self._wide is None:
