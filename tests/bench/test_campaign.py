@@ -2,6 +2,7 @@ import asyncio
 import io
 import json
 import math
+import re
 from dataclasses import replace
 
 import msgspec
@@ -206,13 +207,80 @@ def test_another_plan_cannot_be_resumed(measure):
         measure(plan_of("a", pairs=1, raw={"other": 1}), Field({"a": 16}), resume=True)
 
 
+def interrupted(measure, plan):
+    """Leave a comparison without its last trial."""
+    assert measure(plan, Field({"a": 16}, stop_at=2)).exit_code == EXIT_INTERRUPTED
+
+
+def elsewhere(monkeypatch, processor):
+    here = machine.describe()
+    monkeypatch.setattr(machine, "describe", lambda: here | {"Client machine": processor})
+
+
 def test_a_comparison_goes_on_where_it_began_only(measure, monkeypatch):
     plan = plan_of("a", pairs=1)
-    measure(plan, Field({"a": 16}))
-    here = machine.describe()
-    monkeypatch.setattr(machine, "describe", lambda: here | {"Client machine": "Other CPU"})
+    interrupted(measure, plan)
+    elsewhere(monkeypatch, "Other CPU")
+    field = Field({"a": 16})
     with pytest.raises(ConfigError, match=r"measured on another machine \(.*this is Other CPU"):
-        measure(plan, Field({"a": 16}), resume=True)
+        measure(plan, field, resume=True)
+    assert field.log == []
+
+
+def test_a_finished_comparison_can_be_looked_at_anywhere(measure, monkeypatch, tmp_path):
+    plan = plan_of("a", pairs=1, search=None, canary=True)
+    checked = []
+
+    async def check(campaign):
+        checked.append(campaign)
+
+    monkeypatch.setattr(Campaign, "_check_client", check)
+    measure(plan, Field({"a": 1000}))
+    assert len(checked) == 1
+    elsewhere(monkeypatch, "Other CPU")
+    field = Field({"a": 1000})
+    assert measure(plan, field, resume=True).exit_code == EXIT_OK
+    assert field.log == []
+    assert len(checked) == 1
+    # One that lacks a trial after all is not completed here, and stays as it was.
+    stored = read_result(tmp_path / "out")
+    stored.trials[0].seed = 7
+    write_result(tmp_path / "out", stored)
+    before = (tmp_path / "out" / "result.json").read_bytes()
+    with pytest.raises(ConfigError, match="measured on another machine"):
+        measure(plan, field, resume=True)
+    assert field.log == []
+    assert (tmp_path / "out" / "result.json").read_bytes() == before
+
+
+def test_another_affinity_is_called_one(measure, monkeypatch):
+    plan = plan_of("a", pairs=1)
+    elsewhere(monkeypatch, "Some CPU, 8 of 16 CPUs usable")
+    interrupted(measure, plan)
+    for other, words in (
+        ("Some CPU, 4 of 16 CPUs usable", "another CPU affinity .Some CPU, 8 of 16 .*now .*4 of"),
+        ("Some CPU, 8 of 32 CPUs usable", "another machine"),
+        ("Some other, 8 of 16 CPUs usable", "another machine"),
+    ):
+        elsewhere(monkeypatch, other)
+        with pytest.raises(ConfigError, match=words):
+            measure(plan, Field({"a": 16}), resume=True)
+
+
+def test_a_comparison_of_another_version_says_so(measure, monkeypatch, tmp_path):
+    plan = plan_of("a", pairs=1, search=None)
+    measure(plan, Field({"a": 1000}))
+    stored = read_result(tmp_path / "out")
+    here = stored.platform.machine["Tailrace"]
+    stored.plan_hash = "of a plan that had other fields"
+    for version, words in (
+        (here, "or a default is not; give"),
+        ("0.0.7", rf"Tailrace 0\.0\.7, and this is {re.escape(here)}\); give"),
+    ):
+        stored.platform.machine["Tailrace"] = version
+        write_result(tmp_path / "out", stored)
+        with pytest.raises(ConfigError, match=words):
+            measure(plan, Field({"a": 1000}), resume=True)
 
 
 def test_a_gpu_that_others_use_is_said_of_each_trial(measure):

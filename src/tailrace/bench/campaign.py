@@ -92,6 +92,9 @@ class Campaign:
         )
         self.found: dict[str, FoundRate] = {}
         """The latest search of each contender that resolved: the next one starts there."""
+        self.before_measuring: Callable[[], object] = lambda: None
+        """Called once, before the first trial that is not on disk; raises what forbids it."""
+        self._is_ready = False
         self._stored = list(comparison.trials)
         self._lost: set[tuple[str, int]] = set()
         """The stays, contender and pair, that ended early."""
@@ -123,8 +126,6 @@ class Campaign:
             body.cancel()
 
     async def _pairs(self) -> None:
-        if self.plan.canary:
-            await self._check_client()
         for pair in range(self.plan.pairs):
             self.state.pair = pair
             for spec in order(self.plan.engines, pair):
@@ -160,6 +161,19 @@ class Campaign:
             offers.append(first_probe(self.plan, seed))
         for offer in offers:
             self.shelf.schedule(offer)
+
+    async def get_ready(self) -> None:
+        """Check machine and client, once, where anything is to be measured at all.
+
+        Raises:
+            ConfigError: This machine, or this client, must not measure.
+        """
+        if self._is_ready:
+            return
+        self.before_measuring()
+        if self.plan.canary:
+            await self._check_client()
+        self._is_ready = True
 
     async def _check_client(self) -> None:
         """Drive a local server at the planned peak, and note what this client itself adds.
@@ -394,6 +408,7 @@ class _Stay:
                 have failed, and count as failures.
         """
         campaign = self.campaign
+        await campaign.get_ready()
         served = await self.session.served()
         codec = served.server.codec(served.target.model)
         campaign.view.activity(f"making prompts for {offer.text}")

@@ -18,6 +18,7 @@ import json
 import shutil
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,8 @@ EXIT_NO_VERDICT = 3
 """A search did not resolve, or a steady trial stayed invalid: the report says why."""
 EXIT_INTERRUPTED = 130
 
+WRITER = "Tailrace"
+"""The label of the version that measured, among those of the machine."""
 FILE_WIDTH = 140
 """Characters of a line that is not printed on a terminal."""
 
@@ -96,7 +99,10 @@ def compare(
         adapter_for(spec)
     console = console or _console()
     comparison = _opened(plan, out, command=command, resume=resume)
-    is_whole = event_loop.run(Campaign(plan, out, comparison, console).run())
+    campaign = Campaign(plan, out, comparison, console)
+    # Whether anything is missing in a finished one, the campaign finds out.
+    campaign.before_measuring = partial(_check_machine, comparison.platform, out)
+    is_whole = event_loop.run(campaign.run())
     return _finished(plan, comparison, out, console, is_whole=is_whole)
 
 
@@ -125,10 +131,11 @@ def _opened(plan: Plan, out: Path, *, command: str, resume: bool) -> Comparison:
         if stored.plan_hash != plan_hash:
             raise ConfigError(
                 f"--out {out}: was measured under other conditions: the plan's text is the same, "
-                "but a variable in it, a file's place or a default is not; give another folder, "
-                "or the values as they were"
+                f"but a variable in it, a file's place or a default is not{_versions(stored)}; "
+                "give another folder, or the values as they were"
             )
-        _check_machine(stored.platform, out)
+        if stored.is_interrupted:
+            _check_machine(stored.platform, out)
         return _resumable(stored, out)
     if resume and stored is None:
         raise ConfigError(f"--resume: {out} holds no comparison; leave --resume out")
@@ -165,21 +172,41 @@ def _opened(plan: Plan, out: Path, *, command: str, resume: bool) -> Comparison:
     )
 
 
+def _versions(stored: Comparison) -> str:
+    """Return what to say of a result that another Tailrace wrote; empty where this one did."""
+    wrote, this = stored.platform.machine.get(WRITER, ""), machine.describe()[WRITER]
+    if wrote == this:
+        return ""
+    return f" (it is of Tailrace {wrote or 'of a version that is not told'}, and this is {this})"
+
+
 def _check_machine(measured: Platform, out: Path) -> None:
     """Check that a comparison goes on where it began: pairs of two machines are no pairs.
 
     Raises:
-        ConfigError: This is another machine.
+        ConfigError: This is another machine, or another part of it.
     """
     label = "Client machine"
-    processor, gpus = machine.describe()[label], Gpus.find().names()
-    if (measured.machine.get(label, processor), measured.gpus) != (processor, gpus):
+    here, gpus = machine.describe()[label], Gpus.find().names()
+    there = measured.machine.get(label, here)
+    if (there, measured.gpus) == (here, gpus):
+        return
+    if (_whole(there), measured.gpus) == (_whole(here), gpus):
         raise ConfigError(
-            f"--out {out}: was measured on another machine "
-            f"({_machine_text(measured.machine.get(label, ''), measured.gpus)}; this is "
-            f"{_machine_text(processor, gpus)}); give another folder, and merge both with "
-            "`tailrace bench report`"
+            f"--out {out}: was measured with another CPU affinity ({there}; now {here}); give "
+            "this command the CPUs that it had (taskset, or the container's), or another folder"
         )
+    raise ConfigError(
+        f"--out {out}: was measured on another machine ({_machine_text(there, measured.gpus)}; "
+        f"this is {_machine_text(here, gpus)}); give another folder, and merge both with "
+        "`tailrace bench report`"
+    )
+
+
+def _whole(processor: str) -> str:
+    """Return "model, CPUs" of "model, usable of CPUs": the machine, whatever we may use of it."""
+    usable, _, count = processor.rpartition(" of ")
+    return f"{usable.rpartition(', ')[0]}, {count}"
 
 
 def _machine_text(processor: str, gpus: Sequence[str]) -> str:
