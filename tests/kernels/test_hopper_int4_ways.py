@@ -165,7 +165,7 @@ def test_weights_that_are_rounded_are_no_plans_to_choose(monkeypatch, name, unro
             assert len(scaled) == 1
 
 
-def test_an_order_that_was_slower_everywhere_is_asked_about_only_where_it_serves(monkeypatch):
+def test_an_order_that_was_nowhere_faster_is_asked_about_only_where_it_serves(monkeypatch):
     usual = ways_of(monkeypatch, "o").options(16)
     assert not [name for name in usual if name.endswith(("two units", "in turn"))]
     assert len(usual) == len(set(usual)) == 5 + 4 + 10 + 2
@@ -370,23 +370,21 @@ def test_they_are_asked_about_last_and_none_of_them_rounds(on_hopper):
         assert question.default == layer.by_codes.serving(int(question.sizes.split()[2]))
 
 
+def asked_for_16_rows(kernels):
+    asked = questions(kernels, Heads(2, 1, 16), longest=40, kv_dtypes=(torch.float16,), unit=8)
+    return [q for q in asked if q.sizes == class_words(16) and "4 slices" in q.candidates]
+
+
 def test_measuring_lets_the_fastest_of_them_win(interpreter, on_hopper, monkeypatch):
     """Each candidate is computed and held to the truth; that time is made up."""
     monkeypatch.setattr(table, "SERVED", ((0, 0, ("Triton",) * 4),))
     kernels, _, layer = kernels_of()
-    asked = [
-        question
-        for question in questions(
-            kernels, Heads(2, 1, 16), longest=40, kv_dtypes=(torch.float16,), unit=8
-        )
-        if question.sizes == class_words(16) and "4 slices" in question.candidates
-    ]
 
     def timer(work):
         work()
         return {"4 slices": 1.0, "128/8/1/4 whole": 1.5}.get(work.args[0], 2.0)
 
-    (found,) = measure(asked, timer, lambda: 0.0, 1.0)
+    (found,) = measure(asked_for_16_rows(kernels), timer, lambda: 0.0, 1.0)
     assert found.refused == {}
     assert set(found.seconds) == set(layer.by_codes.options(16))
     assert found.winner == "4 slices"
@@ -415,6 +413,21 @@ def test_a_candidate_that_leaves_counts_behind_is_refused_and_they_are_cleared()
     assert list(found.refused) == ["untidy"]
     assert "leaves counts behind" in found.refused["untidy"]
     assert list(found.seconds) == ["usual", "after"]
+
+
+def test_a_kernel_of_a_layer_that_leaves_counts_behind_is_refused(
+    interpreter, on_hopper, monkeypatch
+):
+    kernels, *_ = kernels_of()
+
+    def untidy(*given, **options):
+        kernels._workspace.scratch.arrivals[0] += 1
+        return triton_hopper_int4_few.int4_few(*given, **options)
+
+    monkeypatch.setattr(table, "int4_few", untidy)
+    (found,) = measure(asked_for_16_rows(kernels), lambda _: 1.0, lambda: 0.0, 1.0)
+    assert list(found.refused) == ["4 slices", "2 slices"]
+    assert not kernels.mend()
 
 
 # Layers with a copy for prompts
@@ -448,3 +461,30 @@ def test_packed_weights_tell_the_sizes_that_ways_go_by():
     held = quantize_groups(torch.randn(48, 384), 128)
     packed = PackedInt4.of(held, CPU)
     assert (packed.outputs, packed.inputs, packed.codes.shape[0]) == (48, 384, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [3, 16, 20, 33, 128])
+@pytest.mark.parametrize(("inputs", "outputs", "group"), [(256, 40, 64), (3584, 520, 128)])
+def test_on_a_gpu_each_option_gives_the_product(rows, inputs, outputs, group):
+    """After gpu_int4.py --only-check, which has each under a timeout."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("Gluon's kernels need a Hopper GPU")
+    device = torch.device("cuda")
+    held = quantize_groups(torch.randn(outputs, inputs) * inputs**-0.5, group)
+    bias = torch.randn(outputs)
+    layer = int4_linear.Int4Linear(held, bias, Workspace(device, torch.bfloat16))
+    whole = torch.full((rows + 40, inputs), float("nan"), device=device).bfloat16()
+    whole[:rows] = torch.randn(rows, inputs, device=device)
+    x = whole[:rows]
+    truth = x.double() @ held.dequantize().to(device).double().t()
+    truth += bias.to(device).bfloat16().double()
+    most = next(most for most in CLASSES if rows <= most)
+    fewer = 1 if most == 16 else most // 2 + 1
+    for name in layer.by_codes.options(most):
+        layer.by_codes.serve(most, name)
+        y = layer(x)
+        assert float((y.double() - truth).norm() / truth.norm()) < 0.003, name
+        assert torch.equal(layer(x), y), name
+        assert rows < fewer or torch.equal(layer(x[:fewer]), y[:fewer]), name
+        assert not layer._workspace.mend(), name

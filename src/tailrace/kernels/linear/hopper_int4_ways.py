@@ -105,8 +105,8 @@ def options(
 ) -> dict[str, Shape]:
     """Return what can serve a class of rows, by its names, what serves without a plan first.
 
-    All are a plan's to choose: of Hopper's orders of products only the one that was not slower
-    everywhere, and slices where each tile has a multiprocessor.
+    All are a plan's to choose: of the sides' orders of products only "pair", for the others were
+    nowhere faster, and slices where each tile has a multiprocessor.
 
     Args:
         weight: Of the layer.
