@@ -30,11 +30,37 @@ def test_what_the_system_does_not_tell_is_left_out(monkeypatch, tmp_path):
     assert cpu_times() is None
 
 
-def test_steal_is_the_eighth_field_of_the_kernels_line(monkeypatch, tmp_path):
+STAT = """\
+cpu  100 1 50 800 20 3 4 22 5 6
+cpu0 10 0 0 0 0 0 0 0 0 0
+cpu1 20 1 5 100 2 3 4 7 8 9
+cpu2 1 0 0 50 0 0 0 1 0 0
+intr 1 2 3
+"""
+
+
+def counted(monkeypatch, tmp_path, cpus, text=STAT):
     stat = tmp_path / "stat"
-    stat.write_text("cpu  100 1 50 800 20 3 4 22 5 6\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
+    stat.write_text(text)
     monkeypatch.setattr(machine, "STAT", stat)
-    assert cpu_times() == CpuTimes(total=1000, stolen=22, idle=820)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: cpus)
+    return cpu_times()
+
+
+def test_cpu_time_is_that_of_the_cpus_that_we_may_use(monkeypatch, tmp_path):
+    """On the host's other CPUs anybody may do as they like."""
+    found = counted(monkeypatch, tmp_path, {1, 2})
+    assert found == CpuTimes(total=142 + 52, stolen=7 + 1, idle=102 + 50)
+
+
+def test_where_cpus_are_numbered_otherwise_the_first_line_is_ours(monkeypatch, tmp_path):
+    found = counted(monkeypatch, tmp_path, {1, 77})
+    assert found == CpuTimes(total=1000, stolen=22, idle=820)
+
+
+@pytest.mark.parametrize("text", ["", "cpu 1 2 3\ncpu0 1 2 3\n", "intr 1 2 3 4 5 6 7 8 9\n"])
+def test_a_kernel_that_does_not_count_so_tells_nothing(monkeypatch, tmp_path, text):
+    assert counted(monkeypatch, tmp_path, {0}, text) is None
 
 
 def test_steal_is_a_share_of_the_time_between():

@@ -12,6 +12,7 @@ import pytest
 
 from tailrace.bench import machine
 from tailrace.bench.limits import read_limit
+from tailrace.bench.load.fleet import LEAD_S
 from tailrace.bench.machine import CpuTimes
 from tailrace.bench.monitor import Reading, read_readings
 from tailrace.bench.prompts import Prompt
@@ -21,6 +22,7 @@ from tailrace.bench.target import Target
 from tailrace.bench.traffic.schedule import Arrival, Schedule
 from tailrace.bench.trial import Server, TrialOptions, Work, make_shots, run_trial
 from tailrace.bench.wire import Endpoint, resolve
+from tailrace.clock import monotonic
 from tailrace.errors import ConfigError
 from tests.bench.mock_server import Behaviour, MockServer
 
@@ -237,9 +239,31 @@ def test_cpu_time_that_is_neither_the_servers_nor_ours_is_said(tmp_path, monkeyp
     assert said == (not cores)
 
 
+def watch_readings(monkeypatch):
+    """Return a list that gets the time of each reading of the kernel's CPU times."""
+    read_s = []
+    count = machine.cpu_times
+
+    def cpu_times():
+        read_s.append(monotonic())
+        return count()
+
+    monkeypatch.setattr(machine, "cpu_times", cpu_times)
+    return read_s
+
+
+def test_cpu_time_counts_from_the_loads_start(tmp_path, monkeypatch):
+    read_s = watch_readings(monkeypatch)
+    _, _, (state,) = trial(tmp_path, work(spread()))
+    assert len(read_s) == 2
+    assert min(read_s) >= state.started_s
+
+
 @pytest.mark.slow
-def test_several_processes_give_the_same_trial(tmp_path):
-    run, *_ = trial(tmp_path, work(spread(8)), processes=2)
+def test_several_processes_give_the_same_trial(tmp_path, monkeypatch):
+    read_s = watch_readings(monkeypatch)
+    run, _, (state,) = trial(tmp_path, work(spread(8)), processes=2)
+    assert min(read_s) >= state.started_s - LEAD_S, "their own start is no part of the trial"
     assert run.stats.completed == 8
     assert {record.worker for record in run.records} == {0, 1}
     assert run.conditions["Client processes"] == "2"

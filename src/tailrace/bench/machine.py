@@ -74,13 +74,33 @@ class CpuTimes:
 
 
 def cpu_times() -> CpuTimes | None:
-    """Read the counters, or None where the system has none."""
-    fields = _first_line(STAT).split()
-    if len(fields) < 9 or fields[0] != "cpu":
+    """Read the counters of the CPUs that we may use, or None where the system has none.
+
+    In a container the kernel's first line is of the whole host. Where a CPU of ours has no line
+    the file is not the kernel's own but made for us, and its first line is ours.
+    """
+    counted = _cpu_lines()
+    ours = [counted.get(f"cpu{number}") for number in os.sched_getaffinity(0)]
+    known = [ticks for ticks in ours if ticks is not None]
+    if len(known) < len(ours):
+        known = [counted["cpu"]] if "cpu" in counted else []
+    if not known:
         return None
-    # user nice system idle iowait irq softirq steal; guest time is within user time.
-    ticks = [int(field) for field in fields[1:9]]
+    ticks = [sum(column) for column in zip(*known, strict=True)]
     return CpuTimes(sum(ticks), ticks[7], ticks[3] + ticks[4])
+
+
+def _cpu_lines() -> dict[str, list[int]]:
+    """Return, by CPU, the ticks of user nice system idle iowait irq softirq steal.
+
+    Guest time is within user time. The line "cpu" is the sum of all.
+    """
+    try:
+        lines = STAT.read_text().splitlines()
+    except OSError:  # not every system has the file
+        return {}
+    fields = [line.split() for line in lines if line.startswith("cpu")]
+    return {name: list(map(int, ticks[:8])) for name, *ticks in fields if len(ticks) >= 8}
 
 
 def steal_share(before: CpuTimes | None, after: CpuTimes | None) -> float | None:

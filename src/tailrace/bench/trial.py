@@ -146,7 +146,6 @@ async def run_trial(
     """
     _make(folder)
     processes = options.processes or _processes(work)
-    before, began_s, own_s = machine.cpu_times(), monotonic(), time.process_time()
     with _Files(folder) as files:
         loader = loader_for(
             server.endpoint,
@@ -158,18 +157,24 @@ async def run_trial(
         )
         on_state(loader.state)
         watcher = asyncio.create_task(_watch(server.monitor, loader, files))
+        starting = asyncio.create_task(_Moment.of_start(loader.state))
         try:
             records = await loader.run(stop)
+            end = _Moment.now()
         finally:
             watcher.cancel()
-            (broken,) = await asyncio.gather(watcher, return_exceptions=True)
-    after, took_s, own_s = machine.cpu_times(), monotonic() - began_s, time.process_time() - own_s
-    if processes > 1:
-        own_s += loader.cpu_s
+            if not loader.state.has_started.is_set():
+                starting.cancel()
+            broken, start = await asyncio.gather(watcher, starting, return_exceptions=True)
+    if isinstance(start, BaseException):  # what is interrupted before its start ends above
+        raise start
+    # Several processes count their own time; this one's is that of the messages between them.
+    own_s = end.own_s - start.own_s + (loader.cpu_s if processes > 1 else 0.0)
+    used_s = files.cpu_s(end.at_s - start.at_s, own_s)
     observed = Observed(
         loop_lags_s=loader.lags_s,
-        steal_share=machine.steal_share(before, after),
-        others_share=machine.others_share(before, after, files.cpu_s(took_s, own_s)),
+        steal_share=machine.steal_share(start.cpu, end.cpu),
+        others_share=machine.others_share(start.cpu, end.cpu, used_s),
         is_interrupted=stop.is_set(),
         planned_requests=loader.state.total,
         client_faults=tuple(loader.faults),
@@ -270,6 +275,29 @@ def _arrivals_s(schedule: Schedule, records: Sequence[Record], *, is_interrupted
     if not is_interrupted:
         return schedule.duration_s
     return max((record.scheduled_s for record in records), default=0.0)
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """How much CPU time had been used by a moment."""
+
+    cpu: machine.CpuTimes | None
+    """Of this machine."""
+    at_s: float
+    own_s: float
+    """Of this process."""
+
+    @classmethod
+    def now(cls) -> Self:
+        """Read the counters."""
+        return cls(machine.cpu_times(), monotonic(), time.process_time())
+
+    @classmethod
+    async def of_start(cls, state: LoadState) -> Self:
+        """Read them once the load has started: that client processes start is not part of it."""
+        await state.has_started.wait()
+        # In a thread, as the kernel takes its time where there are many CPUs.
+        return await asyncio.to_thread(cls.now)
 
 
 class _Files:
