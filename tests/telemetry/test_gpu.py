@@ -66,6 +66,10 @@ class FakeNvml:
         self._check("power", handle)
         return 70_500 + handle * 1000
 
+    def nvmlDeviceGetComputeRunningProcesses(self, handle):  # noqa: N802 -- pynvml's name
+        self._check("processes", handle)
+        return [SimpleNamespace(pid=100 + handle), SimpleNamespace(pid=200 + handle)]
+
 
 @pytest.fixture
 def nvml():
@@ -78,6 +82,13 @@ SECOND = GpuReading(1, "GPU-1", 0.75, 1001, 8000, 71.5)
 
 def test_every_gpu_is_read(nvml):
     assert Gpus.open(nvml).read() == [FIRST, SECOND]
+
+
+def test_each_gpus_processes_are_told_where_the_driver_tells_them(nvml):
+    assert Gpus.open(nvml).processes() == {0: {100, 200}, 1: {101, 201}}
+    nvml.faults["processes", 0] = nvml.NVMLError_NotSupported
+    assert Gpus.open(nvml).processes() == {1: {101, 201}}
+    assert Gpus().processes() == {}
 
 
 @pytest.mark.parametrize("missing", ["NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"])

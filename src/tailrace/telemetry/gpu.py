@@ -94,6 +94,22 @@ class Gpus:
             found.append("GPU of unknown name" if name is None else str(name))
         return found
 
+    def processes(self) -> dict[int, frozenset[int]]:
+        """Return, by GPU, the processes that compute on it; GPUs that do not answer are left out.
+
+        Their numbers are the driver's: in a container not those of the container.
+        """
+        if self._nvml is None:
+            return {}
+        nvml = self._nvml
+        found = {}
+        for reading in self.read():
+            handle = nvml.nvmlDeviceGetHandleByIndex(reading.index)
+            listed = self._ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle)
+            if listed is not None:
+                found[reading.index] = frozenset(process.pid for process in listed)
+        return found
+
     def _read_one(self, index: int) -> GpuReading | None:
         nvml = self._nvml
         try:

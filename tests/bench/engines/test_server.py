@@ -47,6 +47,34 @@ def environment_of(pid: int) -> list[bytes]:
     return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
+class FakeGpus:
+    """GPUs with so many bytes in use, of which a server takes `grown` while it starts.
+
+    Where the driver numbers processes as we do, the server is on those that it `holds`.
+    """
+
+    def __init__(self, used, grown=None, *, holds=(), uuids=()):
+        self.used = used
+        self.grown = dict(grown or {})
+        self.server = None
+        self._holds = holds
+        self._uuids = uuids
+
+    def read(self):
+        is_up = self.server is not None and self.server.pid is not None
+        return [
+            SimpleNamespace(
+                index=index,
+                uuid=self._uuids[index] if self._uuids else f"GPU-{index}",
+                memory_used_bytes=used + (self.grown.get(index, 0) if is_up else 0),
+            )
+            for index, used in self.used.items()
+        ]
+
+    def processes(self):
+        return {i: {1, self.server.pid} if i in self._holds else {1} for i in self.used}
+
+
 async def until(holds) -> None:
     end_s = time.monotonic() + 120
     while not holds():
@@ -227,6 +255,9 @@ def test_a_gpu_that_stays_full_is_an_error_after_the_block(tmp_path, monkeypatch
         def read(self):
             return [SimpleNamespace(index=1, memory_used_bytes=used[0])]
 
+        def processes(self):
+            return {}
+
     async def go(left: int):
         used[0] = 2**30
         async with start(spec(), tmp_path / "log", gpus=Gpus()):
@@ -241,14 +272,10 @@ def test_a_gpu_that_the_server_does_not_see_is_somebody_elses(tmp_path, monkeypa
     monkeypatch.setattr(server_module, "FREE_TIMEOUT_S", 0.0)
     used = {0: 2**30, 1: 2**30}
 
-    class Gpus:
-        def read(self):
-            return [SimpleNamespace(index=i, memory_used_bytes=b) for i, b in used.items()]
-
     async def go(index: int):
         used.update({0: 2**30, 1: 2**30})
         env = {"CUDA_VISIBLE_DEVICES": "1"}
-        async with start(spec(env=env), tmp_path / "log", gpus=Gpus()):
+        async with start(spec(env=env), tmp_path / "log", gpus=FakeGpus(used)):
             used[index] = 2**33
 
     asyncio.run(go(0))
@@ -256,22 +283,61 @@ def test_a_gpu_that_the_server_does_not_see_is_somebody_elses(tmp_path, monkeypa
         asyncio.run(go(1))
 
 
-def test_a_gpu_that_was_in_use_before_the_start_is_said(tmp_path):
-    used = {0: 2**30, 1: 3 * 2**30}
-
-    class Gpus:
-        def read(self):
-            return [SimpleNamespace(index=i, memory_used_bytes=b) for i, b in used.items()]
+def neighbours(tmp_path, gpus: FakeGpus, **env) -> tuple[str, ...]:
+    """Return what a server says of its GPUs, which are as before again at its end."""
 
     async def go():
-        async with start(spec(), tmp_path / "log", gpus=Gpus()) as server:
-            used[0] = used[1] = 2**36  # its own
+        server = gpus.server = start(spec(env=env), tmp_path / "log", gpus=gpus)
+        async with server:
             said = server.neighbours
-            used.update({0: 2**30, 1: 3 * 2**30})
-            return said
+            gpus.grown.clear()
+        return said
 
-    (said,) = asyncio.run(go())
-    assert said.startswith("GPU 1 had 3.0 GiB in use before the server's start")
+    return asyncio.run(go())
+
+
+MUCH = 3 * 2**30
+
+
+def test_a_gpu_that_was_in_use_before_the_start_is_said(tmp_path):
+    gpus = FakeGpus({0: 2**30, 1: MUCH}, holds=(0, 1))
+    (said,) = neighbours(tmp_path, gpus)
+    assert said.startswith("GPU 1 had 3.0 GiB in use before the server's start: somebody else")
+
+
+def test_others_on_a_gpu_that_the_server_does_not_use_are_no_neighbours(tmp_path):
+    assert neighbours(tmp_path, FakeGpus({0: 0, 1: MUCH}, holds=(0,))) == ()
+
+
+@pytest.mark.parametrize(("index", "count"), [(0, 0), (1, 1)])
+def test_where_the_driver_numbers_processes_otherwise_memory_tells(tmp_path, index, count):
+    """The server is on the GPU of which it took memory while it started."""
+    assert len(neighbours(tmp_path, FakeGpus({0: 0, 1: MUCH}, {index: 2**33}))) == count
+
+
+def test_where_the_server_is_seen_on_no_gpu_it_is_said_with_care(tmp_path):
+    (said,) = neighbours(tmp_path, FakeGpus({0: 0, 1: MUCH}))
+    assert "GPU 1 had 3.0 GiB in use before the server's start: a GPU of this machine" in said
+    assert "may not use" in said
+    assert neighbours(tmp_path, FakeGpus({0: 0, 1: MUCH}), CUDA_VISIBLE_DEVICES="GPU-0") == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "visible"),
+    [
+        (None, None),
+        ("0, 2", {0, 2}),
+        ("GPU-2,GPU-1b", {2, 1}),
+        ("GPU-1", set()),  # of two
+        ("0,-1,2", {0}),
+        ("", set()),
+        ("MIG-7,0", None),
+    ],
+)
+def test_the_gpus_that_a_server_sees_are_those_that_cuda_shows_it(text, visible):
+    gpus = FakeGpus({0: 0, 1: 0, 2: 0, 3: 0}, uuids=("GPU-0", "GPU-1b", "GPU-2", "GPU-1a"))
+    environ = {} if text is None else {"CUDA_VISIBLE_DEVICES": text}
+    assert server_module.visible_devices(environ, gpus) == visible
 
 
 def test_one_death_is_one_lack_of_memory_however_often_it_says_so(tmp_path):

@@ -23,14 +23,14 @@ from tailrace.bench.engines.registry import adapter_for
 from tailrace.bench.launch import free_port
 from tailrace.bench.metrics_source import MetricsSource, source_at
 from tailrace.bench.monitor import Monitor
-from tailrace.bench.process_tree import ProcessTree, oom_kills
+from tailrace.bench.process_tree import ProcessTree, members, oom_kills
 from tailrace.bench.wire import Endpoint, WireError, fetch, resolve
 from tailrace.clock import monotonic
 from tailrace.errors import ConfigError, EngineError
 from tailrace.telemetry.gpu import Gpus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -132,6 +132,8 @@ class EngineServer:
         self._log_start = 0
         self._oom_kills_before: int | None = None
         self._gpu_bytes_before: dict[int, int] = {}
+        self._devices_in_use: frozenset[int] = frozenset()
+        """GPUs that the server is seen to use; empty where it is seen on none."""
         self._has_died = False
         self._death: _Death | None = None
 
@@ -230,7 +232,7 @@ class EngineServer:
             self._source,
             pid=self.pid,
             gpus=self._gpus if is_here else Gpus(),
-            devices=_visible_devices(self.adapter.environment()) if is_here else None,
+            devices=self._visible_devices() if is_here else None,
             constants=constants,
         )
 
@@ -290,6 +292,7 @@ class EngineServer:
             ) from error
         self._endpoint = await self._wait_until_ready(self._tree, host, port)
         self.ready_s.append(monotonic() - started_s)
+        self._devices_in_use = await asyncio.to_thread(self._used_devices, self._tree.pid)
 
     def _place(self) -> tuple[str, int]:
         if not self.spec.url:
@@ -390,7 +393,7 @@ class EngineServer:
 
     def _gpu_bytes(self) -> dict[int, int]:
         """Return what is taken of each GPU that the server sees: the others are not its own."""
-        visible = _visible_devices(self.adapter.environment())
+        visible = self._visible_devices()
         return {
             reading.index: reading.memory_used_bytes
             for reading in self._gpus.read()
@@ -398,14 +401,41 @@ class EngineServer:
             and (visible is None or reading.index in visible)
         }
 
+    def _visible_devices(self) -> frozenset[int] | None:
+        return visible_devices(self.adapter.environment(), self._gpus)
+
+    def _used_devices(self, pid: int) -> frozenset[int]:
+        """Return the GPUs that the server uses, now that it is ready; empty where none is seen.
+
+        In a container the driver's process numbers are others than ours: there a GPU is the
+        server's whose memory was taken while it started.
+        """
+        tree = {member.pid for member in members(pid)}
+        named = {index for index, pids in self._gpus.processes().items() if pids & tree}
+        before = self._gpu_bytes_before
+        grown = {
+            index
+            for index, used in self._gpu_bytes().items()
+            if used - before.get(index, used) > GPU_SLACK_BYTES
+        }
+        return frozenset(named or grown)
+
     @property
     def neighbours(self) -> tuple[str, ...]:
         """What was on the server's GPUs before it started: others that use them too, in words."""
+        taken = {i: used for i, used in self._gpu_bytes_before.items() if used > NEIGHBOUR_BYTES}
+        own = self._devices_in_use
         return tuple(
-            f"GPU {index} had {used / 2**30:.1f} GiB in use before the server's start: somebody "
-            "else is on it, whose work these figures hold too; measure on a GPU of your own"
-            for index, used in self._gpu_bytes_before.items()
-            if used > NEIGHBOUR_BYTES
+            f"GPU {index} had {used / 2**30:.1f} GiB in use before the server's start: "
+            + (
+                "somebody else is on it, whose work these figures hold too; measure on a GPU of "
+                "your own"
+                if own
+                else "a GPU of this machine that the server may not use (it was seen on none); if "
+                "it does, these figures hold somebody else's work too"
+            )
+            for index, used in taken.items()
+            if not own or index in own
         )
 
     # Death and memory
@@ -491,8 +521,23 @@ def _takes_connections(host: str, port: int) -> bool:
         return False
 
 
-def _visible_devices(environ: dict[str, str]) -> frozenset[int] | None:
-    """Return the GPUs that the server sees, or None for all."""
-    parts = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    indices = [part.strip() for part in parts]
-    return frozenset(map(int, indices)) if all(map(str.isdigit, indices)) else None
+def visible_devices(environ: Mapping[str, str], gpus: Gpus) -> frozenset[int] | None:
+    """Return the GPUs that CUDA shows to a process of this environment, or None for all.
+
+    As CUDA reads it, a name that is none hides all that follow. Parts of a split GPU are not told
+    apart here: where one is named, any GPU may be its.
+    """
+    text = environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None or "MIG-" in text:
+        return None
+    found: set[int] = set()
+    for name in map(str.strip, text.split(",")):
+        if name.isdecimal():
+            found.add(int(name))
+            continue
+        is_uuid = name.startswith("GPU-")  # or as much of one as only one GPU has
+        named = [gpu.index for gpu in gpus.read() if is_uuid and gpu.uuid.startswith(name)]
+        if len(named) != 1:
+            break
+        found.add(named[0])
+    return frozenset(found)
