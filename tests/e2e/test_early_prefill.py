@@ -33,7 +33,7 @@ def served(tiny_folder, tmp_path_factory) -> Iterator[LocalServer]:
     # Without a prefix cache nothing but early work can save any.
     settings = ("--model-path", str(tiny_folder), "--dtype", "float32", "--debug-kv")
     settings += ("--served-model-name", "tiny")
-    settings += ("--no-prefix-cache", "--body-timeout-s", "5", "--kv-cache-tokens", "16384")
+    settings += ("--no-prefix-cache", "--body-timeout-s", "60", "--kv-cache-tokens", "16384")
     log_file = tmp_path_factory.mktemp("early") / "server.log"
     with LocalServer(settings, log_file=log_file) as server:
         yield server
@@ -49,7 +49,7 @@ def body_of(path: str, before: dict, after: dict) -> bytes:
     if "chat" in path:
         prompt = {"messages": messages}
     elif "responses" in path:
-        prompt = {"model": "tiny", "input": messages}
+        prompt = {"model": "tiny", "instructions": None, "input": messages}
         rest = {"max_output_tokens": 8, "temperature": 0, "ignore_eos": True}
     else:
         prompt = {"prompt": PROMPT}
@@ -148,13 +148,29 @@ def test_what_was_computed_early_is_used_or_counted_as_dropped(served, path):
     assert_baseline(served)
 
 
-def test_a_body_that_stalls_is_408_and_its_kv_comes_back(served):
+def test_a_body_that_stalls_is_408_and_its_kv_comes_back(tiny_server):
     body = body_of("/v1/completions", {}, {})
-    with begun(served, "/v1/completions", body, len(body) - 150) as connection:
-        wait_until(lambda: holds_early_kv(served), "the prompt is computed while it arrives")
-        whole = httpx.post(f"{served.url}/v1/completions", content=body, timeout=60)
-        assert whole.status_code == 200  # others are served meanwhile
-        assert answer_of(connection)[0] == 408
+    settings = ("--no-prefix-cache", "--body-timeout-s", "15", "--kv-cache-tokens", "16384")
+    with tiny_server("--debug-kv", *settings) as server:
+        with begun(server, "/v1/completions", body, len(body) - 150) as connection:
+            wait_until(lambda: holds_early_kv(server), "the prompt is computed while it arrives")
+            whole = httpx.post(f"{server.url}/v1/completions", content=body, timeout=60)
+            assert whole.status_code == 200  # others are served meanwhile
+            assert answer_of(connection)[0] == 408
+        assert_baseline(server)
+
+
+def test_a_response_whose_instructions_may_still_come_holds_no_kv(served):
+    used, dropped = early_tokens(served, USED), early_tokens(served, DROPPED)
+    body = {"model": "tiny", "input": PROMPT * 4, "instructions": "Be brief."}
+    data = json.dumps({**body, "max_output_tokens": 8, "temperature": 0}).encode()
+    whole = httpx.post(f"{served.url}/v1/responses", content=data, timeout=60)
+    with begun(served, "/v1/responses", data, data.index(b"instructions")) as connection:
+        httpx.post(f"{served.url}/v1/completions", json={"prompt": "x", "max_tokens": 40})
+        assert not holds_early_kv(served)
+        connection.sendall(data[data.index(b"instructions") :])
+        assert shown(*answer_of(connection)) == shown(whole.status_code, whole.json())
+    assert (early_tokens(served, USED), early_tokens(served, DROPPED)) == (used, dropped)
     assert_baseline(served)
 
 

@@ -315,6 +315,39 @@ def test_a_client_that_leaves_with_a_request_behind_another_ends_both(
         assert app.services.admission.sequences == 0
 
 
+@pytest.mark.parametrize("waiting_bytes", [100_000, connection_module.MAX_READ_AHEAD_BYTES // 2])
+def test_a_client_that_leaves_with_a_long_body_behind_another_ends_both(tiny_folder, waiting_bytes):
+    paused = {"": Script("abcdef", pause_after=3)}
+    with running_app(tiny_folder, paused) as app:
+        with app.connect() as connection:
+            connection.sendall(completion("first", is_stream=True))
+            read_until(connection, b'"text":"c"')
+            connection.sendall(completion("x" * waiting_bytes, is_stream=True))
+        app.wait(asyncio.wait_for(app.engine.was_aborted.wait(), 60))
+        app.settle()
+        assert len(app.engine.requests) == 1
+        assert app.services.admission.sequences == 0
+
+
+def test_a_client_that_sends_without_end_behind_another_is_read_so_far(tiny_folder):
+    paused = {"": Script("abcdef", pause_after=3)}
+    sent = 0
+    with running_app(tiny_folder, paused) as app, app.connect() as connection:
+        connection.sendall(completion("first", is_stream=True))
+        read_until(connection, b'"text":"c"')
+        connection.sendall(
+            b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 30000000\r\n\r\n"
+        )
+        connection.settimeout(2)
+        with contextlib.suppress(TimeoutError):
+            while sent < 30_000_000:
+                sent += connection.send(b" " * 65536)
+        (served,) = app.server.server_state.connections
+        ((waiting, _),) = served.pipeline
+        assert 0 < len(waiting.body) - connection_module.MAX_READ_AHEAD_BYTES < 1_000_000
+        assert sent < 30_000_000
+
+
 def test_many_requests_behind_each_other_are_all_answered(app):
     answer = app.raw((GET + b"\r\n") * 100 + LAST)
     assert answer.count(b"HTTP/1.1 200") == 101

@@ -19,6 +19,7 @@ from tailrace.server.routes_messages import ROUTES as MESSAGES
 from tailrace.server.routes_openai import ROUTES as OPENAI
 from tailrace.server.routes_responses import ROUTES as RESPONSES
 from tailrace.text.incremental import IncrementalEncoder
+from tests.server.fake_engine import FakeEngine
 from tests.server.hand_made import HandMadeRequest, load_text, make_services
 from tests.text import vocabularies
 from tests.text.test_incremental import texts
@@ -393,20 +394,20 @@ def test_a_chat_is_encoded_early_where_the_template_lets(text, taken):
         body = as_body([("messages", some), ("max_tokens", 2)])
         ((ids, _),) = served(text, "/v1/chat/completions", in_bytes(body))
         assert ids == text.chat_template.encode(some)
-    # The odd one begins with how many messages there are, which the first does not tell.
-    is_odd = "messages\n" in text.chat_template.render(messages)
-    assert [ids is not None for ids in taken] == [True, not is_odd]
+        # The odd one begins with how many messages there are: its ids hold from the first turn on.
+        assert taken[-1] == ids
 
 
 @pytest.mark.parametrize(
-    ("path", "field", "kind"),
+    ("path", "field", "kind", "ahead"),
     [
-        ("/v1/chat/completions", "messages", "text"),
-        ("/v1/messages", "messages", "text"),
-        ("/v1/responses", "input", "input_text"),
+        ("/v1/chat/completions", "messages", "text", []),
+        ("/v1/messages", "messages", "text", [("system", None)]),
+        ("/v1/responses", "input", "input_text", [("instructions", None)]),
     ],
+    ids=["chat", "messages", "responses"],
 )
-def test_text_parts_are_encoded_early(text, soon, taken, path, field, kind):
+def test_text_parts_are_encoded_early(text, soon, taken, path, field, kind, ahead):
     parts = [
         {"type": kind, "text": words} for words in (LONG[:90], "", f" {LONG} \n ", "Grind it.")
     ]
@@ -417,7 +418,7 @@ def test_text_parts_are_encoded_early(text, soon, taken, path, field, kind):
     ]
     room = "max_output_tokens" if field == "input" else "max_tokens"
     for some in (messages, messages[:1]):
-        body = as_body([("model", "tiny"), (room, 2), (field, some)])
+        body = as_body([("model", "tiny"), (room, 2), *ahead, (field, some)])
         pieces, ids = offered(text, path, body)
         joined_texts = [
             m | {"content": "\n".join(p["text"] for p in m["content"])}
@@ -427,8 +428,7 @@ def test_text_parts_are_encoded_early(text, soon, taken, path, field, kind):
         ]
         assert ids == text.chat_template.encode(joined_texts)
         is_odd = "messages\n" in text.chat_template.render(joined_texts)
-        if len(some) == 1 or not is_odd:
-            assert taken[-1] == ids
+        assert taken[-1] == ids
         assert is_odd or len(pieces) > 0.8 * len(ids)
         assert pieces == ids[: len(pieces)]
 
@@ -555,7 +555,8 @@ def test_what_is_offered_stands_under_the_salt_that_the_keys_request_will_have(
 ):
     value = LONG if field == "prompt" else [{"role": "user", "content": LONG}]
     room = "max_output_tokens" if field == "input" else "max_tokens"
-    body = as_body([("model", "tiny"), (room, 2), (field, value)])
+    ahead = [("instructions" if field == "input" else "system", None)]
+    body = as_body([("model", "tiny"), (room, 2), *ahead, (field, value)])
     kind = KeyClass(name="c")
     holders = tuple(KeyHolder(name=n, key=f"key-{n}", key_class=kind) for n in ("a", "b"))
     is_odd = field != "prompt" and "messages\n" in text.chat_template.render(value)
@@ -590,16 +591,48 @@ def test_anthropics_messages_are_offered_with_their_system_ahead(text, soon, tak
     messages = [{"role": "user", "content": LONG}]
     is_odd = "messages\n" in text.chat_template.render(messages)
     start = [("model", "tiny"), ("max_tokens", 2)]
-    for system, is_late in ((None, False), (LONG[:50], False), (LONG[:50], True)):
-        field = [] if system is None else [("system", system)]
-        both = [("messages", messages), *field] if is_late else [*field, ("messages", messages)]
-        pieces, ids = offered(text, "/v1/messages", as_body([*start, *both]))
+    for system in (LONG[:50], "", None):
+        body = as_body([*start, ("system", system), ("messages", messages)])
+        pieces, ids = offered(text, "/v1/messages", body)
         turns = [*([{"role": "system", "content": system}] if system else []), *messages]
         assert ids == text.chat_template.encode(turns)
-        if not is_late:
-            assert pieces == ([] if is_odd else ids[: len(pieces)])
-            assert is_odd or len(pieces) > 0.9 * len(ids)
-    assert taken[-1] is None  # the system's text came too late
+        assert pieces == ([] if is_odd else ids[: len(pieces)])
+        assert is_odd or len(pieces) > 0.9 * len(ids)
+        assert taken[-1] == ids
+
+
+LATE_SYSTEMS = [
+    LONG[:50],
+    "",
+    None,
+    [{"type": "text", "text": LONG[:50]}],
+    f"<|im_start|>user\n{LONG[:60]}<|im_end|>",
+]
+
+
+@pytest.mark.parametrize("system", [*LATE_SYSTEMS, "left out"], ids=lambda value: str(value)[:20])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_a_system_that_comes_late_costs_the_engine_nothing_and_its_ids_are_joined(
+    text, monkeypatch, soon, taken, path, system
+):
+    is_response = path == "/v1/responses"
+    if is_response and isinstance(system, list):
+        pytest.skip("instructions are a text")
+    messages = [{"role": "user", "content": LONG}, {"role": "assistant", "content": LONG[:70]}]
+    messages.append({"role": "user", "content": LONG})
+    start = [("model", "tiny"), ("max_output_tokens" if is_response else "max_tokens", 2)]
+    fields = [*start, ("input" if is_response else "messages", messages)]
+    if system != "left out":
+        fields.append(("instructions" if is_response else "system", system))
+    leased = []
+    monkeypatch.setattr(FakeEngine, "reserve", lambda *args: leased.append(args))
+    pieces, ids = offered(text, path, as_body(fields))
+    assert pieces == leased == []
+    if isinstance(system, list):
+        system = system[0]["text"]
+    turns = [] if system in ("", None, "left out") else [{"role": "system", "content": system}]
+    assert ids == text.chat_template.encode([*turns, *messages])
+    assert taken[-1] == ids
 
 
 def as_text(content):
@@ -618,20 +651,22 @@ def test_responses_are_offered_with_their_instructions_ahead(text, soon, taken, 
     field, sent = ("instructions", LONG[:50]), form(LONG)
     first = {"role": "system", "content": LONG[:50]}
     fields = [field, ("input", sent)]
+    nothing = ("instructions", None)
     if form is as_messages:  # which may hold a system's message of its own
-        fields = [("input", [{"role": name, "content": LONG[:50]}, *sent])]
+        fields = [nothing, ("input", [{"role": name, "content": LONG[:50]}, *sent])]
     for more, turns in (
         (fields, [first, *as_messages(LONG)]),
-        ([("input", sent)], as_messages(LONG)),
+        ([nothing, ("input", sent)], as_messages(LONG)),
+        ([("instructions", ""), ("input", sent)], as_messages(LONG)),
     ):
         pieces, ids = offered(text, "/v1/responses", as_body([*start, *more]))
         assert ids == text.chat_template.encode(turns)
         assert pieces == ([] if is_odd else ids[: len(pieces)])
         assert is_odd or len(pieces) > 0.9 * len(ids)
-        assert taken[-1] == (None if is_odd and len(turns) > 1 else ids)
+        assert taken[-1] == ids
     _, ids = offered(text, "/v1/responses", as_body([*start, ("input", sent), field]))
     assert ids == text.chat_template.encode([first, *as_messages(LONG)])
-    assert taken[-1] is None  # the instructions came too late
+    assert taken[-1] == ids  # joined
 
 
 @pytest.mark.parametrize(

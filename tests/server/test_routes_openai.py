@@ -181,7 +181,9 @@ def test_the_final_message_can_be_continued(call):
     "fields",
     [
         {"use_beam_search": False, "bad_words": [], "allowed_token_ids": None},
-        {"function_call": "none", "functions": [], "modalities": ["text"], "audio": None},
+        {"function_call": "auto", "functions": [], "modalities": ["text"], "audio": None},
+        {"truncation_side": "right"},
+        {"truncate_prompt_tokens": 5, "truncation_side": "left"},
         {"chat_template": None, "add_special_tokens": False, "echo": False},
         {"user": "me", "store": True, "metadata": {"a": "b"}, "service_tier": "auto"},
     ],
@@ -238,7 +240,11 @@ def test_extras_reach_the_engine(call):
         ("chat_template", {"messages": HI, "chat_template": "{{ x }}"}),
         ("add_special_tokens", {"messages": HI, "add_special_tokens": True}),
         ("bad_words", {"messages": HI, "bad_words": ["x"]}),
-        ("functions", {"messages": HI, "functions": [{"name": "f"}]}),
+        ("functions", {"messages": HI, "functions": [{"name": "f"}], "function_call": "auto"}),
+        (
+            "truncation_side",
+            {"messages": HI, "truncate_prompt_tokens": 5, "truncation_side": "right"},
+        ),
         ("modalities", {"messages": HI, "modalities": ["text", "audio"]}),
         ("web_search_options", {"messages": HI, "web_search_options": {}}),
     ],

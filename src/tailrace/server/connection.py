@@ -39,6 +39,8 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_READ_AHEAD = 8
 """Requests that are read while one before them is answered, so that a client's end is seen. One
 that sends more is read again when they are answered, and seen to have gone only then."""
+MAX_READ_AHEAD_BYTES = 1024 * 1024
+"""Likewise, of the bodies of those requests together."""
 LINGER_S = 5.0
 LINGER_BYTES = 64 * 1024 * 1024
 """Of a body that nobody reads, so much is thrown away after the answer, for so long."""
@@ -138,6 +140,7 @@ class Connection(HttpToolsProtocol):
         """The body has come further."""
         self._idle_bytes = 0
         super().on_body(body)
+        self._read_ahead()  # uvicorn stops at 64 KiB of a body that waits
 
     def on_message_begin(self) -> None:
         """A request's first byte has come."""
@@ -184,8 +187,7 @@ class Connection(HttpToolsProtocol):
             DRAINED_EXTENSION: {"call": self._when_drained},
         }
         super().on_headers_complete()
-        if 0 < len(self.pipeline) <= MAX_READ_AHEAD:
-            self.flow.resume_reading()
+        self._read_ahead()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
@@ -210,6 +212,12 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self._delivery_timer is None:
             self._watch_delivery()
+
+    def _read_ahead(self) -> None:
+        """Go on reading while requests wait behind the running one, so that an end is seen."""
+        waiting_bytes = sum(len(cycle.body) for cycle, _ in self.pipeline)
+        if 0 < len(self.pipeline) <= MAX_READ_AHEAD and waiting_bytes <= MAX_READ_AHEAD_BYTES:
+            self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
         """The request is whole, unless httptools has only passed over its body."""

@@ -2,6 +2,7 @@
 
     body bytes --GrowingJson--> text --thread--> incremental encoder --> ids so far
     body whole, parsed, checked --> the prompt --> begins with that text? --> ids so far + the rest
+                                                   has it further on?     --> with what is ahead too
                                                    otherwise              --> encoded as a whole
 
 So the early ids can only save time: whatever came late, twice, or was not what it seemed (another
@@ -16,8 +17,10 @@ KV is leased for the first tokens, and where the prompt's beginning is certain t
 the ids as they come, to compute them early (engine/early_prompts.py). The request's first sequence
 takes that over, if its ids begin so; a body that ends otherwise, or not in time, gives it back.
 "Certain" means: of what has come, nothing says otherwise, and for a chat, the template is steady
-after such a message (text/steady_template.py). What comes later and says otherwise costs only the
-work done: the engine compares the whole request with it.
+after such a message (text/steady_template.py), and no field that is written ahead of the messages
+(Anthropic's `system`, `instructions` of responses) may still come: only bodies with that field
+first are computed early. What comes later and says otherwise costs only the work done: the engine
+compares the whole request with it.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from tailrace.server.generation import sequence_id
 from tailrace.server.growing_json import GrowingJson
 from tailrace.server.prompts import INLINE_CHARS, off_loop_if
 from tailrace.text.incremental import Span, joined
+from tailrace.text.joint import joint_of, rest_of
 from tailrace.text.steady_template import steady_roles
 from tailrace.text.tokenizer import MAX_TEXT_CHARS
 
@@ -111,6 +115,8 @@ class EarlyEncoding(Generic[_T]):
         self._seen_bytes = len(body)
         if not all(map(self._note, pieces)) or self._is_contradicted():
             self._give_up()
+        elif self._is_leased and not self._source.is_settled(self._json.keys):
+            self._return_lease()
         elif not self._source.hopeless_with.isdisjoint(self._json.keys):
             self._is_on = False
         elif self._task is None and self._source.is_worth_it():
@@ -164,6 +170,8 @@ class EarlyEncoding(Generic[_T]):
         source, engine = self._source, self._services.engine
         if not self._is_on or source.tokens < LEASE_TOKENS:
             return
+        if not source.is_settled(self._json.keys):
+            return
         name, server = sequence_id(self.job_id, 0), self._services.config.server
         if not self._is_leased:
             self._is_leased = True
@@ -178,6 +186,9 @@ class EarlyEncoding(Generic[_T]):
         """Begin nothing more, and let go of texts, ids, and what the engine holds."""
         self._is_on = False
         self._source.forget()
+        self._return_lease()
+
+    def _return_lease(self) -> None:
         if self._is_leased:
             self._is_leased = False
             self._services.engine.abort([sequence_id(self.job_id, 0)])
@@ -200,6 +211,13 @@ class _Source(ABC, Generic[_T]):
     """Whether what has come fills the context: no request with all of it will be served."""
     rivals: frozenset[str] = frozenset()
     """Fields of which one, once, makes a request: a second one ends what was begun."""
+
+    @abstractmethod
+    def is_settled(self, keys: set[str]) -> bool:
+        """Say whether, with those fields of the body begun, nothing is awaited ahead of the ids.
+
+        Until then they are kept here, and the engine is told nothing.
+        """
 
     @abstractmethod
     def certain_ids(self, start: int) -> list[int]:
@@ -255,6 +273,10 @@ class EarlyPrompt(_Source[str]):
         self._fed: list[str] = []
         self._ids: list[int] = []
         self.is_possible = self._encoder is not None and services.config.server.parse_special
+
+    def is_settled(self, keys: set[str]) -> bool:
+        """See `_Source`: nothing is."""
+        return not keys.isdisjoint(self._names)
 
     def certain_ids(self, start: int) -> list[int]:
         """See `_Source`."""
@@ -318,7 +340,8 @@ class EarlyPrompt(_Source[str]):
 class ChatPlaces:
     """Where a dialect's bodies hold a chat.
 
-    A system's text that comes after the messages, or is no text, ends early work.
+    A system's text that is a list of parts ahead of the messages ends early work. One that comes
+    after them is encoded with the rest, and what was encoded of them is still of use.
     """
 
     messages: str = "messages"
@@ -346,6 +369,7 @@ class EarlyChat(_Source[list[Span]]):
         self._places = places
         self.rivals = frozenset({places.messages})
         self._has_system = False
+        self._is_system_late = False
         self._tokenizer: Tokenizer | None = text.tokenizer if text else None
         self._template: ChatTemplate | None = text.chat_template if text else None
         self._encoder: IncrementalSpans | None = (
@@ -384,6 +408,11 @@ class EarlyChat(_Source[list[Span]]):
             return place[2] in ("role", "content")
         return place[2] == "content" and isinstance(place[3], int) and place[4] == "text"
 
+    def is_settled(self, keys: set[str]) -> bool:
+        """See `_Source`: a system's text may yet come ahead of the messages."""
+        system = self._places.system
+        return not self._is_system_late and (not system or system in keys)
+
     def certain_ids(self, start: int) -> list[int]:
         """See `_Source`."""
         return self._ids[start : self._certain]
@@ -392,10 +421,10 @@ class EarlyChat(_Source[list[Span]]):
         """See `_Source`."""
         place = piece.place
         if self._is_of_system(place):
-            if len(place) > 1 or not self._notes_system(piece):
-                return False
-            index, key = 0, "content"
-        elif len(place) == 1:
+            return self._notes_system(piece)
+        if self._is_system_late:  # messages once more
+            return False
+        if len(place) == 1:
             index, key = int(self._has_system), "content"
             if piece.is_first and index == len(self._messages):
                 self._open("user")
@@ -442,12 +471,20 @@ class EarlyChat(_Source[list[Span]]):
         return bool(self._places.system) and place[0] == self._places.system
 
     def _notes_system(self, piece: Piece) -> bool:
-        """Begin the system's message with its first piece; return whether it is in its place."""
-        if piece.is_first and not self._messages:
+        """Take more of the system's message, or see that it comes too late to be the first."""
+        if self._is_system_late or (self._messages and not self._has_system):
+            self._is_system_late = True
+            return True
+        if len(piece.place) > 1 or piece.is_first == self._has_system:
+            return False
+        if piece.is_first:
             self._has_system = True
             self._open("system")
-            return True
-        return self._has_system and not piece.is_first
+        self._keep(0, "content", piece.text)
+        if piece.is_last and not any(self._messages[0]["content"]):
+            self._has_system = False  # no dialect makes a message of it
+            self._messages.clear()
+        return True
 
     def is_worth_it(self) -> bool:
         """See `_Source`."""
@@ -466,14 +503,26 @@ class EarlyChat(_Source[list[Span]]):
 
     async def take(self, whole: list[Span]) -> list[int] | None:
         """See `_Source`."""
-        rest = _rest_of(joined(whole), joined(self._fed)) if self._fed else None
-        encoder = self._encoder
-        if rest is None or encoder is None or _size(whole) > MAX_TEXT_CHARS:
+        encoder, tokenizer = self._encoder, self._tokenizer
+        if not self._fed or encoder is None or tokenizer is None or _size(whole) > MAX_TEXT_CHARS:
             return None
-        ids = await off_loop_if(
-            _size(rest) > INLINE_CHARS, lambda: _feed(encoder, rest) + encoder.finish()
-        )
-        return self._ids + ids
+        whole, fed = joined(whole), joined(self._fed)
+        rest = rest_of(whole, fed)
+        if rest is not None:
+            ids = await off_loop_if(
+                _size(rest) > INLINE_CHARS, lambda: _feed(encoder, rest) + encoder.finish()
+            )
+            return self._ids + ids
+        joint = joint_of(whole, fed, encoder)
+        if joint is None:
+            return None
+
+        def encode() -> list[int]:
+            unused = len(tokenizer.encode_spans(joint.skipped))
+            begun = tokenizer.encode_spans(joint.ahead) + self._ids[unused:]
+            return begun + _feed(encoder, joint.rest) + encoder.finish()
+
+        return await off_loop_if(_size(joint.ahead) + _size(joint.rest) > INLINE_CHARS, encode)
 
     def forget(self) -> None:
         """See `_Source`."""
@@ -496,7 +545,7 @@ class EarlyChat(_Source[list[Span]]):
         if template is None:
             return False
         spans = await asyncio.to_thread(template.beginning, messages)
-        rest = None if spans is None else _rest_of(spans, joined(self._fed))
+        rest = None if spans is None else rest_of(spans, joined(self._fed))
         self._is_steady = messages[-1]["role"] in await asyncio.to_thread(steady_roles, template)
         return rest is not None and await self._encode(rest)
 
@@ -551,19 +600,6 @@ def _feed(encoder: IncrementalSpans, spans: list[Span]) -> list[int]:
     for span in spans:
         ids += encoder.feed(span)
     return ids
-
-
-def _rest_of(spans: list[Span], fed: list[Span]) -> list[Span] | None:
-    """Return `spans` without `fed`, both joined; None where they do not begin with it."""
-    if not fed:
-        return spans
-    last = len(fed) - 1
-    if len(spans) <= last or spans[:last] != fed[:last]:
-        return None
-    begun, whole = fed[last], spans[last]
-    if begun.is_trusted != whole.is_trusted or not whole.text.startswith(begun.text):
-        return None
-    return [Span(whole.text[len(begun.text) :], whole.is_trusted), *spans[last + 1 :]]
 
 
 def _size(spans: list[Span]) -> int:

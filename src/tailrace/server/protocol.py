@@ -127,7 +127,6 @@ class ChatBody(OpenAIFields, kw_only=True):
     documents: Any = None
     echo: Any = None
     functions: Any = None
-    function_call: Any = None
     modalities: Any = None
     audio: Any = None
     web_search_options: Any = None

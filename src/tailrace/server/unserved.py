@@ -2,7 +2,8 @@
 
 Unknown fields are ignored, as clients of OpenAI's API expect. These are known: whoever sends one
 wants another answer than the one without it. What changes no answer (`store`, `user`,
-`service_tier`, `prediction`, a rank of some engine ...) is ignored like an unknown one.
+`service_tier`, `prediction`, a rank of some engine ...) is ignored like an unknown one. So is
+`function_call`, which says which of `functions` is called, where those are not sent.
 """
 
 from __future__ import annotations
@@ -43,14 +44,15 @@ _OF_CHATS = {
     "add_special_tokens": "the chat template writes them; leave it out",
     "documents": "put their text into the messages",
     "echo": "send continue_final_message to go on with a message, or leave it out",
-    "functions": "send tools",
-    "function_call": "send tool_choice",
+    "functions": "send tools, and tool_choice in place of function_call",
     "modalities": _TEXT_ONLY,
     "audio": _TEXT_ONLY,
     "web_search_options": "this server runs no tools; leave it out",
 }
 _NOTHING: tuple[Any, ...] = (None, False, "", [])
-_USUAL = {"function_call": "none", "modalities": ["text"], "truncation_side": "left"}
+_USUAL = {"modalities": ["text"], "truncation_side": "left"}
+_BESIDE = {"truncation_side": "truncate_prompt_tokens"}
+"""Fields that say how another one is meant, which must be there to change anything."""
 
 
 def check_unserved(body: SamplingFields) -> None:
@@ -66,6 +68,9 @@ def check_unserved(body: SamplingFields) -> None:
 
 def _check(body: SamplingFields, hints: dict[str, str]) -> None:
     for name, hint in hints.items():
+        beside = _BESIDE.get(name)
+        if beside is not None and getattr(body, beside) is None:
+            continue
         value = getattr(body, name)
         if value not in _NOTHING and value != _USUAL.get(name):
             raise RequestError(f"{name} is not served: {hint}", param=name)

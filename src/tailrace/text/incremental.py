@@ -120,6 +120,14 @@ class IncrementalSpans:
         """Return the ids of the rest."""
         return self._segment.finish()
 
+    def last_control(self, text: str) -> int | None:
+        """Return where a trusted text's last control token begins; None: it has none.
+
+        What is encoded from there on does not depend on what is before.
+        """
+        starts = [match.start() for match in self._control_pattern.finditer(text)]
+        return starts[-1] if starts else None
+
 
 def joined(spans: list[Span]) -> list[Span]:
     """Return the spans with neighbours of equal trust joined, and none empty."""
