@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Self
 
 Script = Callable[[int], "Behaviour"]
@@ -91,6 +92,8 @@ class MockServer:
     paths: list[str] = field(default_factory=list)
     request_ids: list[str] = field(default_factory=list)
     """X-Request-Id of each completion, in order of arrival."""
+    wrote_s: dict[int, list[float]] = field(default_factory=dict)
+    """By a request's seed, when each of its tokens was written, in monotonic seconds."""
     api_key: str = ""
     port: int = 0
     is_ready: bool = True
@@ -180,6 +183,7 @@ class MockServer:
                 await writer.drain()
                 if how.fault == "cut":
                     return
+            self.wrote_s.setdefault(body.get("seed", 0), []).append(monotonic())
             _event(writer, {"choices": [_choice(body, number)]})
             await writer.drain()  # raises once the client is gone
         _event(writer, {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})

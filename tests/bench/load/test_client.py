@@ -53,29 +53,30 @@ def run(script, planned, *, timeout_s=20.0, stop_after=None, **more):
 
 
 def test_scripted_latencies_are_recovered():
+    """Each token is stamped when the server writes it, however late a busy machine lets it."""
     scripted = {0: (0.30, 0.02), 1: (0.02, 0.05), 2: (0.10, 0.08), 3: (0.02, 0.02)}
-    firsts_s, streams_s = [math.inf] * 4, [math.inf] * 4
+    late_s = [math.inf] * 4
     for _ in range(3):
-        records, *_ = run(lambda index: Behaviour(*scripted[index]), shots([0.0, 0.0, 0.05, 0.1]))
+        records, load, server = run(
+            lambda index: Behaviour(*scripted[index]), shots([0.0, 0.0, 0.05, 0.1])
+        )
         assert [record.status for record in records] == ["ok"] * 4
         for record in records:
             first_s, gap_s = scripted[record.index]
-            # What is scripted is a lower bound; above it, a loaded machine may add what it likes.
-            assert first_s * 0.95 <= ttft_s(record) <= first_s + 2
+            wrote_s = [at_s - load.state.started_s for at_s in server.wrote_s[record.index]]
+            delays_s = [read - wrote for read, wrote in zip(record.chunk_s, wrote_s, strict=True)]
+            assert min(delays_s) >= 0
+            late_s[record.index] = min(late_s[record.index], max(delays_s))
+            assert record.first_token_s == record.chunk_s[0]
+            assert ttft_s(record) >= first_s * 0.95
             assert len(gaps_s(record)) == 4
-            assert gap_s * 4 * 0.95 <= sum(gaps_s(record)) <= gap_s * 4 + 2
-            assert e2e_s(record) >= ttft_s(record) + sum(gaps_s(record))
+            assert e2e_s(record) >= ttft_s(record) + sum(gaps_s(record)) >= first_s + gap_s * 3.8
             assert record.input_tokens == 3
             assert record.output_tokens == 5
             assert record.finish_reason == "length"
             assert record.http_status == 200
-            firsts_s[record.index] = min(firsts_s[record.index], ttft_s(record))
-            streams_s[record.index] = min(streams_s[record.index], sum(gaps_s(record)))
-    # It adds something to each of several runs only where it is busy all the time.
-    by_first = sorted(range(4), key=firsts_s.__getitem__)
-    assert set(by_first[:2]) == {1, 3}
-    assert by_first[-1] == 0
-    assert max(range(4), key=streams_s.__getitem__) == 2
+    # Who stalls between a write and its reading does so by chance: not in all of three runs.
+    assert max(late_s) < 0.1
 
 
 def test_stamps_of_one_request_are_in_order():
