@@ -274,8 +274,9 @@ def test_a_comparison_of_another_version_says_so(measure, monkeypatch, tmp_path)
     here = stored.platform.machine["Tailrace"]
     stored.plan_hash = "of a plan that had other fields"
     for version, words in (
-        (here, "or a default is not; give"),
-        ("0.0.7", rf"Tailrace 0\.0\.7, and this is {re.escape(here)}\); give"),
+        (here, rf"or a default is not \(both are of Tailrace {re.escape(here)}"),
+        ("", "by Tailrace of an unknown version"),
+        ("0.0.7", rf"by Tailrace 0\.0\.7, and this is {re.escape(here)}\); give"),
     ):
         stored.platform.machine["Tailrace"] = version
         write_result(tmp_path / "out", stored)

@@ -173,11 +173,11 @@ def _opened(plan: Plan, out: Path, *, command: str, resume: bool) -> Comparison:
 
 
 def _versions(stored: Comparison) -> str:
-    """Return what to say of a result that another Tailrace wrote; empty where this one did."""
+    """Return whose defaults the stored plan and this one have."""
     wrote, this = stored.platform.machine.get(WRITER, ""), machine.describe()[WRITER]
     if wrote == this:
-        return ""
-    return f" (it is of Tailrace {wrote or 'of a version that is not told'}, and this is {this})"
+        return f" (both are of Tailrace {this}, unless its source was changed in between)"
+    return f" (it was measured by Tailrace {wrote or 'of an unknown version'}, and this is {this})"
 
 
 def _check_machine(measured: Platform, out: Path) -> None:

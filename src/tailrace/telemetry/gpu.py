@@ -104,7 +104,9 @@ class Gpus:
         nvml = self._nvml
         found = {}
         for reading in self.read():
-            handle = nvml.nvmlDeviceGetHandleByIndex(reading.index)
+            handle = self._ask(nvml.nvmlDeviceGetHandleByIndex, reading.index)
+            if handle is None:
+                continue
             listed = self._ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle)
             if listed is not None:
                 found[reading.index] = frozenset(process.pid for process in listed)
