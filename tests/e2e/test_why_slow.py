@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.e2e
 
 WITHIN_S = 0.001
-SCHEDULING_S = 1.0
-"""So much later than a client has the last byte, the server may note that it was sent."""
 TIMED = {"X-Tailrace-Timing": "1"}
 
 
@@ -100,7 +98,9 @@ def test_every_request_is_told_whatever_becomes_of_it(tiny_server, tmp_path):
         assert sum(metrics["phases"].values()) == pytest.approx(metrics["e2e_s"], abs=WITHIN_S)
         streamed = log.of("stream", 1)
         assert before_s <= streamed.received_s
-        assert streamed.finished_s <= after_s + SCHEDULING_S
+        assert streamed.received_s + metrics["e2e_s"] <= after_s
+        # The server may note that the last byte was sent after the client has it.
+        assert streamed.finished_s <= time.monotonic()
         assert metrics["e2e_s"] <= streamed.finished_s - streamed.received_s
         assert streamed.phases.decode_s > 0
         assert streamed.phases.prefill_s > 0

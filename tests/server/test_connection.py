@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -31,8 +32,8 @@ def app(tiny_folder):
 
 @pytest.fixture(scope="module")
 def hasty(tiny_folder):
-    """A server that gives a head a quarter of a second: what is sent at once comes within it."""
-    config = Config(server=ServerConfig(header_timeout_s=0.25))
+    """A server that gives a head so long that what is sent at once comes within it."""
+    config = Config(server=ServerConfig(header_timeout_s=1.5))
     paused = {"": Script("abcdef", pause_after=3)}
     with running_app(tiny_folder, paused, config) as app:
         yield app
@@ -56,14 +57,13 @@ def generate(prompt):
     return b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
 
 
-@pytest.mark.parametrize(
-    "head",
-    [b"G", b"GET /live HTTP/1.1\r\n", GET, GET + b"x-slow: a", LAST[:-1]],
-)
-def test_a_head_that_never_completes_is_408_and_the_end(hasty, head):
-    answer = hasty.raw(head)
-    assert status(answer) == 408
-    assert b"connection: close" in answer
+def test_a_head_that_never_completes_is_408_and_the_end(hasty):
+    begun = {b"G", b"GET /live HTTP/1.1\r\n", GET, GET + b"x-slow: a", LAST[:-1]}
+    with ThreadPoolExecutor(len(begun)) as pool:
+        answers = dict(zip(begun, pool.map(hasty.raw, begun), strict=True))
+    for head, answer in answers.items():
+        assert status(answer) == 408, head
+        assert b"connection: close" in answer, head
 
 
 def test_a_connection_that_says_nothing_is_closed_without_an_answer(hasty):
@@ -432,7 +432,10 @@ def locked(tiny_folder):
 
 @pytest.mark.parametrize("is_chunked", [True, False], ids=["chunked", "length"])
 @pytest.mark.parametrize(("key", "code"), [("wrong", 401), ("secret", 413)])
-def test_a_client_that_reads_only_when_all_is_sent_gets_its_answer(locked, key, code, is_chunked):
+def test_a_client_that_reads_only_when_all_is_sent_gets_its_answer(
+    locked, monkeypatch, key, code, is_chunked
+):
+    monkeypatch.setattr(connection_module, "LINGER_S", 60.0)  # sending may take long
     size = 8 << 20
     body = (b"x" * (1 << 16) for _ in range(size >> 16)) if is_chunked else b"x" * size
     connection = http.client.HTTPConnection("127.0.0.1", locked.port, timeout=60)

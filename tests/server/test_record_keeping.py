@@ -354,12 +354,12 @@ def test_phases_are_histograms_with_a_label_each(serve):
 
 
 def test_requests_of_one_connection_have_their_own_first_bytes(serve):
-    logged, asked_s = serve(), []
+    logged, asked = serve(), []
     for _ in range(3):
-        asked_s.append(time.monotonic())
+        begun_s = time.monotonic()
         logged.app.post(COMPLETIONS, HI)
+        asked.append((begun_s, time.monotonic()))
         time.sleep(0.05)
-    # By the client's clock: the server may read its own only after the client has the answer.
-    for begun_s, record in zip(asked_s, logged.wait(3), strict=True):
-        assert record.received_s >= begun_s
-        assert record.phases.total_s < 5
+    # By the client's clock. The server may note an answer's end only after the client has it.
+    for (begun_s, answered_s), record in zip(asked, logged.wait(3), strict=True):
+        assert begun_s <= record.received_s <= answered_s

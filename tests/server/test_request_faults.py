@@ -10,6 +10,7 @@ import pytest
 
 from tailrace.config import Config, ServerConfig
 from tailrace.server import early_encoding
+from tests.server.fake_engine import FakeEngine
 from tests.server.running_app import read_to_end, running_app
 
 CONTEXT = 100_000
@@ -105,13 +106,19 @@ def test_a_prompt_that_trickles_in_is_encoded_before_its_last_byte(app, encoded,
     assert_idle(app)
 
 
-def test_a_client_that_stalls_within_its_prompt_is_408_and_others_are_served(tiny_folder):
-    config = Config(server=ServerConfig(body_timeout_s=1.0))
+def test_a_client_that_stalls_within_its_prompt_is_408_and_others_are_served(
+    tiny_folder, monkeypatch
+):
+    config = Config(server=ServerConfig(body_timeout_s=5.0))
     body = completion(WORDS * 300)
+    reserve, leased = FakeEngine.reserve, []
+    monkeypatch.setattr(
+        FakeEngine, "reserve", lambda *args: leased.append(args[1]) or reserve(*args)
+    )
     with running_app(tiny_folder, config=config, context_length=CONTEXT) as app:
         with app.connect() as connection:
             connection.sendall(head("/v1/completions", len(body)) + body[:8000])
-            wait_until(lambda: app.engine.reserved)
+            wait_until(lambda: leased)  # whether or not the stall's deadline has come since
             for _ in range(5):
                 answer = app.post("/generate", {"prompt": "Hi", "max_tokens": 1})
                 assert answer.status_code == 200

@@ -18,6 +18,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
 """What servers and their parents handle; SIGALRM is the time limit's of pytest."""
 THEIRS = (b"PYTEST_CURRENT_TEST", b"TORCHINDUCTOR_CACHE_DIR", b"CUDA_MODULE_LOADING")
 """Variables that pytest changes, and that torch sets for itself when something first asks it."""
+VENDORED = "setuptools/_vendor"
 
 
 def process_state() -> dict[str, object]:
@@ -34,7 +35,8 @@ def process_state() -> dict[str, object]:
         # Not the open files: a load raises how many there may be, and leaves it so.
         "memory limit": resource.getrlimit(resource.RLIMIT_AS),
         "logging": (logging.root.level, logging.root.manager.disable),
-        "import path": tuple(sys.path),
+        # setuptools adds what it brings, once, whenever something first imports it.
+        "import path": tuple(path for path in sys.path if not path.endswith(VENDORED)),
         "environment": _environment(),
     }
     if structlog := sys.modules.get("structlog"):

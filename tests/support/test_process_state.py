@@ -108,3 +108,11 @@ def test_what_is_imported_is_no_change():
     after = process_state()
     before = {name: value for name, value in after.items() if name != "torch"}
     assert changes(before, after) == []
+
+
+def test_what_setuptools_brings_along_is_no_change():
+    before = process_state()
+    undo = _add_path("/usr/lib/python3/site-packages/setuptools/_vendor")
+    found = changes(before, process_state())
+    undo()
+    assert found == []
