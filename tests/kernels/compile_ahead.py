@@ -1,7 +1,10 @@
 """Compile every Triton kernel for GPUs that are not here; prints one JSON line a kernel.
 
 Runs as a program, in a process without TRITON_INTERPRET: `python -m tests.kernels.compile_ahead
-sm_90`. Nothing but Triton's wheel is needed, which brings ptxas and cuobjdump.
+sm_90 [all]`. Nothing but Triton's wheel is needed, which brings ptxas and cuobjdump.
+
+What serves without a plan is always compiled; of the candidates that only a plan may choose, a
+sample of each kernel's, for all of them take minutes. Who changes a kernel compiles `all`.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from tailrace.kernels.attention_shapes import ADA, HOPPER, decode_candidates, prefill_candidates
 from tailrace.kernels.dependent_launch import has_dependent_launches
 from tailrace.kernels.linear import (
+    hopper_int4_ways,
     triton_float8,
     triton_float8_few,
     triton_float8_rows,
@@ -100,6 +104,8 @@ class Case:
     source: type[ASTSource] = ASTSource
     is_dependent: bool = False
     """Whether it starts before the kernel ahead of it has ended."""
+    is_candidate: bool = False
+    """Whether it serves nobody that no plan tells to."""
 
 
 def float8_cases(kind: int) -> Iterator[Case]:
@@ -195,6 +201,7 @@ def int4_cases() -> Iterator[Case]:
         yield Case(
             f"int4 {block_m}/{chunk} {half} {shape.words}", triton_int4.int4_kernel, constants,
             shape.num_warps, shape.num_stages, types=_int4_types(half),
+            is_candidate=(block_m, shape) in planned,
         )  # fmt: skip
     for writing in (triton_int4.WRITING, *triton_int4.WRITING_CANDIDATES):
         constants = {"BLOCK_N": writing.block_n, "CHUNK": 128, "CHUNKS_A_GROUP": 1}
@@ -206,7 +213,7 @@ def int4_cases() -> Iterator[Case]:
 
 
 def hopper_int4_cases(kind: int) -> Iterator[Case]:
-    """Every candidate's kind; groups of 64, in the other half, for what serves and the widest."""
+    """Each kind of shape; groups of 64, in the other half, for what serves and the widest."""
     if kind < HOPPER:
         return
     kinds = {
@@ -216,6 +223,7 @@ def hopper_int4_cases(kind: int) -> Iterator[Case]:
         for chunk in (64, 128)
         if chunk == 128 or shape.order == "pair" or shape.sides == 2
     }
+    served = {name for *_, names in hopper_int4_ways.SERVED for name in names}
     for rows, chunk, shape in kinds.values():
         registers, side_registers = shape.registers
         sides, stages = shape.sides, shape.stages(rows, chunk)
@@ -230,6 +238,7 @@ def hopper_int4_cases(kind: int) -> Iterator[Case]:
             f"hopper_int4 {rows}/{chunk} {shape.words}", triton_hopper_int4.int4_hopper_kernel,
             constants, types={**_int4_types(half), **rings},
             registers=registers, source=GluonASTSource,
+            is_candidate=replace(shape, least_span=7).words not in served,
         )  # fmt: skip
 
 
@@ -253,7 +262,7 @@ def hopper_band_cases(kind: int) -> Iterator[Case]:
             f"hopper_int4_bands {rows}/{chunk} {shape.words}",
             triton_hopper_int4_bands.int4_bands_kernel, constants, shape.warps,
             types={**_int4_types(half), **_int4_rings(half, shape.box, chunk, rows, 64)},
-            registers=shape.registers, source=GluonASTSource,
+            registers=shape.registers, source=GluonASTSource, is_candidate=True,
         )  # fmt: skip
 
 
@@ -273,7 +282,7 @@ def hopper_few_cases(kind: int) -> Iterator[Case]:
                 f"hopper_int4_few {rows}/{chunk} {shape.words}",
                 triton_hopper_int4_few.int4_few_kernel, constants,
                 types={**_int4_types(half), **_int4_rings(half, 64, chunk, rows, chunk)},
-                registers=registers, source=GluonASTSource,
+                registers=registers, source=GluonASTSource, is_candidate=True,
             )  # fmt: skip
 
 
@@ -362,7 +371,7 @@ def float8_few_cases(kind: int, types: dict[str, str]) -> Iterator[Case]:
         yield Case(
             f"float8_few {block_m} blocks={by_blocks} {shape.words}",
             triton_float8_few.float8_few_kernel, constants, shape.num_warps, shape.num_stages,
-            {**types, "x_ptr": "*fp8e4nv", **sources},
+            {**types, "x_ptr": "*fp8e4nv", **sources}, is_candidate=(block_m, shape) not in few,
         )  # fmt: skip
 
 
@@ -418,7 +427,7 @@ def hopper_int8_cases(kind: int) -> Iterator[Case]:
         yield Case(
             f"hopper_int8 {shape.block_n}/{shape.stages}/{shape.group_m} {half}",
             triton_hopper_int8.int8_hopper_kernel, constants, types=types,
-            registers=triton_hopper_int8.REGISTERS, source=GluonASTSource,
+            registers=triton_hopper_int8.REGISTERS, source=GluonASTSource, is_candidate=True,
         )  # fmt: skip
 
 
@@ -454,7 +463,7 @@ def hopper_prefill_cases(kind: int) -> Iterator[Case]:
         yield Case(
             f"hopper_prefill {head_dim} {shape.words} {half}/{unit}",
             triton_hopper_prefill.hopper_prefill_kernel, constants, types=types,
-            registers=triton_hopper_prefill.REGISTERS, source=GluonASTSource,
+            registers=triton_hopper_prefill.REGISTERS, source=GluonASTSource, is_candidate=True,
         )  # fmt: skip
 
 
@@ -619,7 +628,20 @@ def overlap(code: str) -> list[int]:
     ]
 
 
-def main(kind: int) -> None:
+def sample(cases: list[Case]) -> list[Case]:
+    """Return what serves, and of each kernel's candidates every fifth and the last.
+
+    Cases come in pairs, such as two halves: an odd step has both among them.
+    """
+    kept = {id(case) for case in cases if not case.is_candidate}
+    candidates = [case for case in cases if case.is_candidate]
+    for _, group in itertools.groupby(candidates, key=lambda case: case.name.split()[0]):
+        several = list(group)
+        kept |= {id(case) for case in (*several[::5], several[-1])}
+    return [case for case in cases if id(case) in kept]
+
+
+def main(kind: int, *, with_all: bool = False) -> None:
     cases = [
         *attention_cases(kind, (16, WHOLE)),
         *float8_cases(kind),
@@ -634,6 +656,7 @@ def main(kind: int) -> None:
         *int8_cases(kind),
         *sampling_cases(),
     ]
+    cases = cases if with_all else sample(cases)
     cases += ahead_cases(kind, cases)
     cases += dependent_cases(kind, cases)
     for case in cases:
@@ -651,4 +674,4 @@ def main(kind: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1].removeprefix("sm_")))
+    main(int(sys.argv[1].removeprefix("sm_")), with_all="all" in sys.argv[2:])
