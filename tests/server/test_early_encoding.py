@@ -463,6 +463,15 @@ def test_tools_ahead_of_the_messages_leave_nothing_to_do_early(text, taken):
     assert taken == [None]
 
 
+def test_tools_that_come_late_leave_of_use_what_was_encoded(text, taken):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    messages = [{"role": "user", "content": LONG}]
+    body = as_body([("messages", messages), ("max_tokens", 2), ("tools", tools)])
+    ((ids, _),) = served(text, "/v1/chat/completions", in_bytes(body))
+    assert [(ids, "")] == served(text, "/v1/chat/completions", [body])
+    assert taken == [ids, None]
+
+
 def test_what_fails_early_is_left_to_the_whole(text, taken, monkeypatch):
     feed, calls = IncrementalEncoder.feed, []
 
@@ -601,36 +610,34 @@ def test_anthropics_messages_are_offered_with_their_system_ahead(text, soon, tak
         assert taken[-1] == ids
 
 
-LATE_SYSTEMS = [
-    LONG[:50],
-    "",
-    None,
-    [{"type": "text", "text": LONG[:50]}],
-    f"<|im_start|>user\n{LONG[:60]}<|im_end|>",
-]
+LATE_SYSTEMS = {
+    "a text": LONG[:50],
+    "empty": "",
+    "null": None,
+    "a template's words": f"<|im_start|>user\n{LONG[:60]}<|im_end|>",
+    "left out": ...,
+}
+LATE_BODIES = [(path, kind) for path in ("/v1/messages", "/v1/responses") for kind in LATE_SYSTEMS]
 
 
-@pytest.mark.parametrize("system", [*LATE_SYSTEMS, "left out"], ids=lambda value: str(value)[:20])
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize(("path", "kind"), [*LATE_BODIES, ("/v1/messages", "parts")])
 def test_a_system_that_comes_late_costs_the_engine_nothing_and_its_ids_are_joined(
-    text, monkeypatch, soon, taken, path, system
+    text, monkeypatch, soon, taken, path, kind
 ):
     is_response = path == "/v1/responses"
-    if is_response and isinstance(system, list):
-        pytest.skip("instructions are a text")
+    words = LATE_SYSTEMS.get(kind, LONG[:50])
+    system = [{"type": "text", "text": words}] if kind == "parts" else words
     messages = [{"role": "user", "content": LONG}, {"role": "assistant", "content": LONG[:70]}]
     messages.append({"role": "user", "content": LONG})
     start = [("model", "tiny"), ("max_output_tokens" if is_response else "max_tokens", 2)]
     fields = [*start, ("input" if is_response else "messages", messages)]
-    if system != "left out":
+    if system is not ...:
         fields.append(("instructions" if is_response else "system", system))
     leased = []
     monkeypatch.setattr(FakeEngine, "reserve", lambda *args: leased.append(args))
     pieces, ids = offered(text, path, as_body(fields))
     assert pieces == leased == []
-    if isinstance(system, list):
-        system = system[0]["text"]
-    turns = [] if system in ("", None, "left out") else [{"role": "system", "content": system}]
+    turns = [{"role": "system", "content": words}] if words and words is not ... else []
     assert ids == text.chat_template.encode([*turns, *messages])
     assert taken[-1] == ids
 

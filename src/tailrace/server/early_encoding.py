@@ -275,7 +275,7 @@ class EarlyPrompt(_Source[str]):
         self.is_possible = self._encoder is not None and services.config.server.parse_special
 
     def is_settled(self, keys: set[str]) -> bool:
-        """See `_Source`: nothing is."""
+        """See `_Source`: a text has nothing ahead of it but what the tokenizer writes."""
         return not keys.isdisjoint(self._names)
 
     def certain_ids(self, start: int) -> list[int]:
