@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -26,6 +25,7 @@ from tailrace.types import (
     StepCosts,
     TokenOutput,
 )
+from tests.engine.test_arrivals import Compiler
 from tests.support.fake_runner import VOCAB, FakeRunner, expected_output
 
 CONTEXT = 64
@@ -601,17 +601,6 @@ def test_an_aborted_request_returns_its_blocks_at_once():
     assert bench.blocks.held_units == 0
     bench.run()
     assert bench.reasons == {"r-0": "abort"}
-
-
-class Compiler:
-    """Compiles when it is told to."""
-
-    def __init__(self):
-        self.asked = []
-
-    def compile_soon(self, text):
-        self.asked.append(Future())
-        return self.asked[-1]
 
 
 def test_an_abort_takes_a_grammar_that_is_not_compiled_out_of_the_queue():

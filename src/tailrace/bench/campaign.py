@@ -147,16 +147,7 @@ class Campaign:
     def _check_traffic(self) -> None:
         """Draw what the first pair is sure to ask for, before anything starts."""
         seed = self.plan.draw_of(0) * SEEDS_PER_DRAW
-        offers = [
-            Offer(
-                phase="steady",
-                rate_rps=rate_rps,
-                users=users,
-                seed=seed,
-                duration_s=self.plan.steady.trial_s,
-            )
-            for rate_rps, users in self.plan.loads
-        ]
+        offers = [steady_offer(self.plan, load, seed) for load in self.plan.loads]
         if self.plan.search is not None:
             offers.append(first_probe(self.plan, seed))
         for offer in offers:
@@ -367,16 +358,9 @@ class _Stay:
     async def _steady(self) -> None:
         plan = self.campaign.plan
         first_seed = plan.draw_of(self.pair) * SEEDS_PER_DRAW + STEADY_SEEDS
-        for number, (rate_rps, users) in enumerate(plan.loads):
+        for number, load in enumerate(plan.loads):
             for seed in (first_seed + number, first_seed + number + SECOND_TRY):
-                offer = Offer(
-                    phase="steady",
-                    rate_rps=rate_rps,
-                    users=users,
-                    seed=seed,
-                    duration_s=plan.steady.trial_s,
-                )
-                trial, records = await self._measured(offer)
+                trial, records = await self._measured(steady_offer(plan, load, seed))
                 trial.outcome = steady_outcome(plan, records, trial)
                 if not trial.reasons:
                     break
@@ -499,8 +483,7 @@ def peak_of(plan: Plan, shelf: WorkShelf) -> Peak:
         rate_rps = min(search.high_rps, PEAK_OVER_START * search.start_rps)
         rates.append(_peak_rps(plan, rate_rps, offer.duration_s))
     elif rates:
-        rate_rps = plan.steady.rates[0]
-        offer = Offer(phase="steady", rate_rps=rate_rps, seed=seed, duration_s=trial_s)
+        offer = steady_offer(plan, (plan.steady.rates[0], 0), seed)
     else:
         return Peak(rate_rps=float(users), streams=users)
     arrivals = shelf.schedule(offer).arrivals
@@ -526,6 +509,18 @@ def first_probe(plan: Plan, seed: int) -> Offer:
     rate_rps = options.start_rps
     return Offer(
         phase="search", rate_rps=rate_rps, seed=seed, duration_s=options.duration_s(rate_rps)
+    )
+
+
+def steady_offer(plan: Plan, load: tuple[float | None, int], seed: int) -> Offer:
+    """Return one of a plan's steady loads: requests/s and users, as in `Plan.loads`."""
+    rate_rps, users = load
+    return Offer(
+        phase="steady",
+        rate_rps=rate_rps,
+        users=users,
+        seed=seed,
+        duration_s=plan.steady.trial_s,
     )
 
 

@@ -11,7 +11,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tailrace.bench.campaign import first_probe, search_options
+from tailrace.bench.campaign import first_probe, search_options, steady_offer
 from tailrace.bench.codec import FileCodec
 from tailrace.bench.engines import adapter_for
 from tailrace.bench.masking import masked
@@ -19,7 +19,7 @@ from tailrace.bench.plan import SERVER_TOKENIZER
 from tailrace.bench.report import require_report
 from tailrace.bench.search import SEEDS_PER_DRAW
 from tailrace.bench.session import secrets_of
-from tailrace.bench.work_shelf import Offer, WorkShelf
+from tailrace.bench.work_shelf import WorkShelf
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tailrace.bench.engines import EngineSpec
     from tailrace.bench.plan import Plan
     from tailrace.bench.traffic.schedule import Schedule
+    from tailrace.bench.work_shelf import Offer
 
 EXAMPLE_PORT = 8000
 """Stands where a free port will be."""
@@ -76,14 +77,8 @@ def _loads(plan: Plan) -> Iterator[str]:
             f"{_schedule_text(offer, shelf.schedule(offer))}"
         )
         yield f"  {options.advice()}"
-    for rate_rps, users in plan.loads:
-        offer = Offer(
-            phase="steady",
-            rate_rps=rate_rps,
-            users=users,
-            seed=seed,
-            duration_s=plan.steady.trial_s,
-        )
+    for load in plan.loads:
+        offer = steady_offer(plan, load, seed)
         yield f"steady: {_schedule_text(offer, shelf.schedule(offer))}"
 
 

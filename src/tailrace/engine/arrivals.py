@@ -176,7 +176,7 @@ class Arrivals:
                 grammar = compiled.result()
             except GrammarError as error:
                 yield request, None, f"the grammar is refused: {error}"
-            except Exception:
+            except Exception:  # a fault of the compiler's ends this request, and no other
                 log.exception("grammar_failed")
                 yield request, None, "the engine failed at this grammar"
             else:

@@ -223,7 +223,7 @@ def _ends(found: Tensor) -> bool:
     while not event.query():  # type: ignore[no-untyped-call]  # as above
         if time.monotonic() > end_s:
             return False
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_S)  # an event can be waited for without an end only
     return True
 
 
