@@ -3,6 +3,7 @@
     PYTHONPATH=src:. python benchmarks/gpu_engine.py --out DIR [--skip-check | --only-check]
         [--profile] [--kv-cache-dtype fp8] [--weights awq|fp8|fp8-blocks]
         [--prefill-weights same|fp8|bf16] [--prefill-attention triton|hopper] [--plan auto|FILE]
+        [--phase-overlap on|off] [--only-mixed]
     PYTHONPATH=src:. python benchmarks/gpu_engine.py --out DIR --launches [--weights ...]
         [--plan ...]
     PYTHONPATH=src:. python benchmarks/gpu_engine.py --out DIR --weight-prefetch [--weights ...]
@@ -91,7 +92,7 @@ WEIGHTS: dict[str, tuple[float, float, dict | None]] = {
 """Bytes that a decode step reads of them, TFLOP/s that products of prompts reach on an H200
 (docs/performance.md), and what config.json says."""
 DECODES = ((1, 500), (1, 4500), (8, 4500), (32, 4500), (50, 500), (64, 4500), (128, 4500))
-MIXED = ((50, 500, 512), (64, 4500, 1024), (64, 4500, 2048))
+MIXED = ((50, 500, 512), (64, 4500, 1024), (106, 4500, 1024), (64, 4500, 2048))
 """Decodes, their context, and the tokens of a step with prompts."""
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 LAUNCHES = ((1, 500), (16, 500), (32, 500), (50, 500), (128, 500), (64, 4500))
@@ -100,7 +101,7 @@ CHECKED = ((1, 1500), (8, 1500), (20, 700), (50, 700), (128, 100))
 PREFETCH = ((1, 500), (8, 500), (20, 500), (50, 500), (128, 500), (50, 4500), (128, 4500))
 STEPS = ("weights", "kv_cache_dtype", "plan")
 """Options that decode steps go by."""
-WHOLE = (*STEPS, "prefill_weights", "prefill_attention")
+WHOLE = (*STEPS, "prefill_weights", "prefill_attention", "phase_overlap")
 ROUNDS, UNTIMED_STEPS, TIMED_STEPS = 6, 3, 16
 """Of each arm."""
 
@@ -111,6 +112,9 @@ def parser_of_options() -> argparse.ArgumentParser:
     parser.add_argument("--skip-check", action="store_true")
     parser.add_argument("--only-check", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument(
+        "--only-mixed", action="store_true", help="time steps of decodes and prompts alone"
+    )
     parser.add_argument(
         "--launches", action="store_true", help="only compare dependent launches with plain ones"
     )
@@ -129,6 +133,10 @@ def parser_of_options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prefill-attention", choices=("auto", "triton", "hopper"), default="auto",
         help="as of tailrace serve, for what is checked and timed",
+    )  # fmt: skip
+    parser.add_argument(
+        "--phase-overlap", choices=("auto", "on", "off"), default="auto",
+        help="as of tailrace serve, for what is timed",
     )  # fmt: skip
     parser.add_argument("--plan", default="off", help="as of tailrace serve, for what is timed")
     return parser
@@ -272,6 +280,7 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
         context_length=8192, max_num_batched_tokens=8192, prefix_cache=False, itl_target_ms=0,
         kv_cache_dtype=arguments.kv_cache_dtype, prefill_weights=arguments.prefill_weights,
         prefill_attention=arguments.prefill_attention, plan=arguments.plan,
+        phase_overlap=arguments.phase_overlap,
     )  # fmt: skip
     engine, kept = make(config, folder, runner)
     rows = []
@@ -279,7 +288,7 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
     copy = kept["loaded"].runner.prefill_weights
     if copy in {"fp8", "int8"}:
         tflops = WEIGHTS["fp8"][1]
-    for budget in BUDGETS:
+    for budget in () if arguments.only_mixed else BUDGETS:
         engine = setup.make_engine(
             replace(config, max_num_batched_tokens=budget), kept["loaded"], runner.submit
         )
@@ -292,7 +301,7 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
             f"GEMM floor at {tflops:.0f} TFLOP/s {floor:6.1f} ms",
             flush=True,
         )
-    for batch, context in DECODES:
+    for batch, context in () if arguments.only_mixed else DECODES:
         engine = setup.make_engine(config, kept["loaded"], runner.submit)
         kv_bytes = KV_BYTES // 2 if config.kv_is_float8 else KV_BYTES
         step_ms, keys = decode_step(engine, batch, context)

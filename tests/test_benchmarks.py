@@ -27,6 +27,7 @@ def test_runs_of_the_engine_under_different_settings_leave_a_file_each_that_name
         "plan": ("auto", *map(str, plans)),
         "prefill_weights": ("same", "fp8"),
         "prefill_attention": ("triton", "hopper"),
+        "phase_overlap": ("on", "off"),
     }
     out = tmp_path / "out"
     out.mkdir()

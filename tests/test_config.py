@@ -54,6 +54,8 @@ def test_the_block_size_is_a_unit_or_a_mix_of_sizes_over_the_smallest():
         ("prefill_weights", "bf16", "a CPU serves prompts by the same weights; use auto or same"),
         ("prefill_attention", "hoper", "did you mean 'hopper'"),
         ("prefill_attention", "triton", "both kernels are a GPU's; .* name a GPU with --gpus"),
+        ("phase_overlap", "yes", "--phase-overlap"),
+        ("phase_overlap", "on", "a GPU's streams and a second copy .* name a GPU with --gpus"),
         ("weight_prefetch", "8", "--weight-prefetch 8: bytes are asked for in a GPU's L2 cache"),
         ("weight_prefetch", "auto", "leave it out, or name a GPU with --gpus"),
         ("weight_prefetch", "of", "--weight-prefetch of: must be off, auto, or whole MiB"),

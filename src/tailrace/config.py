@@ -27,6 +27,7 @@ QUANT_TYPES = ("auto", "none", "awq", "fp8", "compressed-tensors")
 FP8_ACTIVATIONS = ("many", "all")
 PREFILL_WEIGHTS = ("auto", "same", "fp8", "int8", "bf16")
 PREFILL_ATTENTION = ("auto", "triton", "hopper")
+PHASE_OVERLAP = ("auto", "on", "off")
 _GPU_ITL_TARGET_S = 0.03
 ENV_PREFIX = "TAILRACE_"
 MAX_API_WORKERS = 64
@@ -78,6 +79,12 @@ class EngineConfig:
         "Which kernel computes prompts' attention on a GPU. triton | hopper (Hopper GPUs, heads of "
         "64 or 128 dimensions, KV in the weights' dtype; not yet run on one) | auto: by length, as "
         "--plan measured; without a plan triton.",
+    )
+    phase_overlap: str = setting(
+        "auto",
+        "Whether a GPU computes the decodes and the prompts of a step at once, on two streams, "
+        "where each has its copy of the weights (prefill-weights). on: an error where they have "
+        "not | off | auto: off, until it was measured. It changes no result.",
     )
     gpus: tuple[int, ...] = setting((), "Device indices; empty serves on the CPU.")
     context_length: int = setting(0, "Most tokens of one sequence; 0 takes the model's own.")
@@ -150,6 +157,7 @@ class EngineConfig:
         _one_of("fp8-activations", self.fp8_activations, FP8_ACTIVATIONS)
         _one_of("prefill-weights", self.prefill_weights, PREFILL_WEIGHTS)
         _one_of("prefill-attention", self.prefill_attention, PREFILL_ATTENTION)
+        _one_of("phase-overlap", self.phase_overlap, PHASE_OVERLAP)
         self._check_device()
         self._check_weight_prefetch()
         self._check_itl_target()
@@ -267,6 +275,11 @@ class EngineConfig:
             raise ConfigError(
                 f"--prefill-attention {self.prefill_attention}: both kernels are a GPU's; on a CPU "
                 "--cpu-kernels decides; leave it out, or name a GPU with --gpus"
+            )
+        if self.phase_overlap == "on":
+            raise ConfigError(
+                "--phase-overlap on: it takes a GPU's streams and a second copy of the weights; "
+                "leave it out, or name a GPU with --gpus"
             )
         if self.fp8_activations != "many":
             raise ConfigError(

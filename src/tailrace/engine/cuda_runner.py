@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from tailrace.engine.block_manager import BlockManager
     from tailrace.engine.device_sampler import DeviceSampler
     from tailrace.engine.frames import Detail
+    from tailrace.engine.phase_overlap import PhaseOverlap
     from tailrace.engine.scheduler import Chunk, Step
     from tailrace.engine.step_time import StepLoad
     from tailrace.engine.weight_prefetch import Budgets
@@ -88,6 +89,7 @@ class CudaRunner:
         kv_scales: One a layer, where that is float8.
         paced: Whether prompts beside decodes are cut to a time.
         prefill_weights: Whose copy of the weights serves prompts; "same": there is one.
+        overlap: Has decodes and prompts of a step go apart, each by its copy.
         budgets: How much of the next weight captured decode steps ask for ahead, by rows.
 
     Raises:
@@ -109,6 +111,7 @@ class CudaRunner:
         kv_scales: list[KVScales] | None = None,
         paced: bool = False,
         prefill_weights: str = "same",
+        overlap: PhaseOverlap | None = None,
         budgets: Budgets | None = None,
     ) -> None:
         if (kv_scales is not None) != (kv_dtype == FLOAT8):
@@ -145,6 +148,7 @@ class CudaRunner:
             tables,
             Staging(words, self.device),
             torch.zeros(num_slots + 1, dtype=torch.int64, device=self.device),
+            overlap,
         )
         is_gpu = self.device.type == "cuda"  # else Triton's interpreter, in tests
         self._host_ids = torch.empty(RING, num_slots, dtype=torch.int64, pin_memory=is_gpu)

@@ -21,6 +21,7 @@ from tailrace.engine.device_sampler import DeviceSampler
 from tailrace.engine.frames import Detail, Frame, graph_buckets, mixed_frames
 from tailrace.engine.host_kv import STAGING_BYTES
 from tailrace.engine.kv_calibration import find_scales
+from tailrace.engine.phase_overlap import overlap_of
 from tailrace.engine.prefetch_plan import OFF, cache_for
 from tailrace.engine.prefetch_plan import find as find_budgets
 from tailrace.engine.prefetch_plan import settle as settle_budgets
@@ -235,6 +236,9 @@ def load_runner(
         kv_dtype=kv_dtype,
     )
 
+    overlap = overlap_of(config.phase_overlap, model, kernels.device)
+    log.info("phase_overlap", serves="off" if overlap is None else "decodes and prompts at once")
+
     def make(kv_share: float) -> tuple[CudaRunner, int, int]:
         smaller = replace(memory, kv=int(memory.kv * kv_share))
         length, num_blocks = size_pool(config, smaller, context, token_bytes)
@@ -251,6 +255,7 @@ def load_runner(
             kv_scales=None if found is None else found.scales,
             paced=config.itl_target_s > 0,
             prefill_weights=prefill.choice.name,
+            overlap=overlap,
             budgets=prefetching.budgets,
         )
         return runner, length, num_blocks

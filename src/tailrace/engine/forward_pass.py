@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from tailrace.engine.block_manager import BlockManager
     from tailrace.engine.frames import Frame
+    from tailrace.engine.phase_overlap import PhaseOverlap
     from tailrace.engine.slot_tables import SlotTables
     from tailrace.engine.staging import Staging
     from tailrace.kernels.kv_scales import KVScales
@@ -46,6 +47,8 @@ class ForwardPass:
     staging: Staging
     last_tokens: torch.Tensor
     """int64 [slots + 1]: one entry more than there are slots, where padded rows write theirs."""
+    overlap: PhaseOverlap | None = None
+    """Has decodes and prompts go apart."""
 
     # The engine's thread; at start the runner's
 
@@ -96,7 +99,20 @@ class ForwardPass:
         """Queue the layers; return the hidden rows [T, H]."""
         self.tables.gather(arrays["table_rows"])
         ids = self.input_ids(arrays)
-        return self.model.forward(ids, batch, self.kv_caches, self.kv_scales)
+        return self.through(self.model, ids, batch, self.kv_caches, self.kv_scales)
+
+    def through(
+        self,
+        model: CausalLM,
+        ids: torch.Tensor,
+        batch: DeviceBatch,
+        kv_caches: list[KVCache],
+        kv_scales: list[KVScales] | None,
+    ) -> torch.Tensor:
+        """Queue the layers of this model, or of its shallow one; see `CausalLM.forward`."""
+        if self.overlap is None:
+            return model.forward(ids, batch, kv_caches, kv_scales)
+        return self.overlap.forward(model, ids, batch, kv_caches, kv_scales)
 
     def input_ids(self, arrays: dict[str, torch.Tensor]) -> torch.Tensor:
         """Queue the choice of each row's token, the host's or the one drawn last; int64 [T]."""

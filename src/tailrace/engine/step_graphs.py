@@ -237,7 +237,7 @@ class StepGraphs:
         caches = [places.kv_caches[index] for index in layers]
         places.tables.gather(arrays["table_rows"])
         with self._asking(model, budget):
-            hidden = model.forward(places.input_ids(arrays), batch, caches, scales)
+            hidden = places.through(model, places.input_ids(arrays), batch, caches, scales)
         places.sample_rows(hidden, arrays["sample_rows"], arrays["sample_slots"])
         if places.device.type == "cuda":
             torch.cuda.synchronize(places.device)  # the arrays are overwritten by the next frame's

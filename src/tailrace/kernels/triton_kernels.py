@@ -91,6 +91,8 @@ class TritonKernels:
         # of each multiprocessor: docs/performance.md, "Attention on two streams".
         is_gpu = device.type == "cuda"
         self._workspace = Workspace(device, self.dtype)
+        self._copies_workspace = Workspace(device, self.dtype)
+        """Of prompts' copies, which may be multiplied beside the weights (engine/phase_overlap)."""
         self._skinny = SkinnyScratch.allocate(device) if is_gpu else None
         self._planned_layers: list[ref[PlannedLinear]] = []
         self._phased: list[ref[PhasedLinear]] = []
@@ -395,7 +397,7 @@ class TritonKernels:
         if not isinstance(linear, Int4Linear | SkinnyLinear | CublasLinear):
             raise EngineError(f"a layer by {linear.name} has no copy")
         source = linear.plain if isinstance(linear, SkinnyLinear) else linear
-        many = form.make(source, self._workspace)
+        many = form.make(source, self._copies_workspace)
         if isinstance(many, Float8Linear | Int8Linear):
             self.let_plan(many)
         phased = PhasedLinear(linear, many, self.dtype, self.device)
@@ -416,7 +418,8 @@ class TritonKernels:
 
     def mend(self) -> bool:
         """See `Question.mend`: of what quantised layers share."""
-        return self._workspace.mend()
+        found = [workspace.mend() for workspace in (self._workspace, self._copies_workspace)]
+        return any(found)
 
     @property
     def name_of_dtype(self) -> str:
