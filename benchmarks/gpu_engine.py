@@ -3,11 +3,15 @@
     PYTHONPATH=src:. python benchmarks/gpu_engine.py --out DIR [--skip-check | --only-check]
         [--profile] [--kv-cache-dtype fp8] [--weights awq|fp8|fp8-blocks]
         [--prefill-weights same|fp8|bf16] [--prefill-attention triton|hopper] [--plan auto|FILE]
-        [--phase-overlap on|off] [--only-mixed]
+        [--phase-overlap on|off]
+        [--mixed DECODESxCONTEXTxTOKENS ...]
     PYTHONPATH=src:. python benchmarks/gpu_engine.py --out DIR --launches [--weights ...]
         [--plan ...]
     PYTHONPATH=src:. python benchmarks/gpu_engine.py --out DIR --weight-prefetch [--weights ...]
         [--plan ...]
+
+Mixed: nothing but steps of so many decodes at a context and prompts that fill the tokens, by an
+engine of that budget, so that the step is captured as it is in serving.
 
 Launches: nothing but decode steps by dependent launches (kernels/dependent_launch.py) beside steps
 by plain ones, alternated over one running batch; before that, tokens and their log-probabilities
@@ -92,7 +96,7 @@ WEIGHTS: dict[str, tuple[float, float, dict | None]] = {
 """Bytes that a decode step reads of them, TFLOP/s that products of prompts reach on an H200
 (docs/performance.md), and what config.json says."""
 DECODES = ((1, 500), (1, 4500), (8, 4500), (32, 4500), (50, 500), (64, 4500), (128, 4500))
-MIXED = ((50, 500, 512), (64, 4500, 1024), (106, 4500, 1024), (64, 4500, 2048))
+MIXED = ((50, 500, 512), (64, 4500, 1024), (64, 4500, 2048))
 """Decodes, their context, and the tokens of a step with prompts."""
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 LAUNCHES = ((1, 500), (16, 500), (32, 500), (50, 500), (128, 500), (64, 4500))
@@ -113,8 +117,9 @@ def parser_of_options() -> argparse.ArgumentParser:
     parser.add_argument("--only-check", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument(
-        "--only-mixed", action="store_true", help="time steps of decodes and prompts alone"
-    )
+        "--mixed", nargs="+", type=mixed_sizes, metavar="DECODESxCONTEXTxTOKENS",
+        help="time (and with --profile profile) nothing but steps of decodes and prompts",
+    )  # fmt: skip
     parser.add_argument(
         "--launches", action="store_true", help="only compare dependent launches with plain ones"
     )
@@ -148,6 +153,7 @@ def main() -> None:
     with ThreadPoolExecutor(1) as runner:
         compared = compare_launches if arguments.launches else None
         compared = compare_prefetch if arguments.weight_prefetch else compared
+        compared = time_mixed if arguments.mixed else compared
         if not (arguments.skip_check or compared):
             for family in ("llama", "qwen2", "qwen3"):
                 check_family(family, runner, arguments)
@@ -288,7 +294,7 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
     copy = kept["loaded"].runner.prefill_weights
     if copy in {"fp8", "int8"}:
         tflops = WEIGHTS["fp8"][1]
-    for budget in () if arguments.only_mixed else BUDGETS:
+    for budget in BUDGETS:
         engine = setup.make_engine(
             replace(config, max_num_batched_tokens=budget), kept["loaded"], runner.submit
         )
@@ -301,7 +307,7 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
             f"GEMM floor at {tflops:.0f} TFLOP/s {floor:6.1f} ms",
             flush=True,
         )
-    for batch, context in () if arguments.only_mixed else DECODES:
+    for batch, context in DECODES:
         engine = setup.make_engine(config, kept["loaded"], runner.submit)
         kv_bytes = KV_BYTES // 2 if config.kv_is_float8 else KV_BYTES
         step_ms, keys = decode_step(engine, batch, context)
@@ -341,6 +347,42 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
         profile(engine, "mixed step: 64 decodes x 4500 and 960 prompt tokens", 5)
         drain(engine)
     print(f"peak memory {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB")
+
+
+def time_mixed(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Namespace) -> None:
+    """Time steps of decodes and prompts, each by an engine of its budget."""
+    from tailrace.config import EngineConfig
+
+    rows = []
+    for batch, context, budget in arguments.mixed:
+        config = EngineConfig(
+            model_path=str(folder), load_format="dummy", gpus=(0,), max_batch_size=128,
+            context_length=8192, max_num_batched_tokens=budget, prefix_cache=False,
+            itl_target_ms=0, kv_cache_dtype=arguments.kv_cache_dtype, plan=arguments.plan,
+            prefill_weights=arguments.prefill_weights, phase_overlap=arguments.phase_overlap,
+            prefill_attention=arguments.prefill_attention,
+        )  # fmt: skip
+        engine, kept = make(config, folder, runner)
+        step_ms = mixed_step(engine, batch, context)
+        rows.append({"batch": batch, "context": context, "budget": budget, "ms": step_ms})
+        print(f"mixed, {batch} x {context}, {budget} tokens: {step_ms:.2f} ms a step", flush=True)
+        if arguments.profile:
+            begin(engine, batch, context, 400)
+            submit(engine, 16, 4096, 1, 1000)
+            profile(engine, f"{batch} decodes x {context}, {budget} tokens", 5)
+            drain(engine)
+        del engine, kept
+    write_result("gpu_mixed", arguments, WHOLE, {"rows": rows})
+
+
+def mixed_sizes(words: str) -> tuple[int, int, int]:
+    """Return decodes, context and tokens.
+
+    Raises:
+        ValueError: It is not three numbers.
+    """
+    batch, context, tokens = map(int, words.split("x"))
+    return batch, context, tokens
 
 
 def result_name(kind: str, arguments: argparse.Namespace, options: tuple[str, ...]) -> str:
