@@ -7,8 +7,6 @@
         [--mixed DECODESxCONTEXTxTOKENS ...]
     PYTHONPATH=src:. python benchmarks/gpu_engine.py --out DIR --launches [--weights ...]
         [--plan ...]
-    PYTHONPATH=src:. python benchmarks/gpu_engine.py --out DIR --weight-prefetch [--weights ...]
-        [--plan ...]
 
 Mixed: nothing but steps of so many decodes at a context and prompts that fill the tokens, by an
 engine of that budget, so that the step is captured as it is in serving.
@@ -16,11 +14,6 @@ engine of that budget, so that the step is captured as it is in serving.
 Launches: nothing but decode steps by dependent launches (kernels/dependent_launch.py) beside steps
 by plain ones, alternated over one running batch; before that, tokens and their log-probabilities
 by both must be equal, bit for bit.
-
-Weight prefetch: nothing but decode steps that ask for weights ahead (kernels/weight_prefetch) by
-several budgets, alone and with dependent launches, beside plain ones. First tokens and scores, as
-above; then captured steps over made-up sequences, on the device's clock, in turns; then the whole
-engine's steps at 50 sequences.
 
 Check: a tiny random checkpoint of each family, several prompts batched, chunked and out of CUDA
 graphs; every token chosen must be, by transformers in float32 on the same history, the best or
@@ -99,10 +92,11 @@ DECODES = ((1, 500), (1, 4500), (8, 4500), (32, 4500), (50, 500), (64, 4500), (1
 MIXED = ((50, 500, 512), (64, 4500, 1024), (64, 4500, 2048))
 """Decodes, their context, and the tokens of a step with prompts."""
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
-LAUNCHES = ((1, 500), (16, 500), (32, 500), (50, 500), (128, 500), (64, 4500))
+LAUNCHES = (
+    (1, 500), (8, 500), (16, 500), (20, 500), (32, 500), (50, 500), (128, 500), (64, 4500),
+)  # fmt: skip
 CHECKED = ((1, 1500), (8, 1500), (20, 700), (50, 700), (128, 100))
 """Sequences and their longest prompts, where launches are compared."""
-PREFETCH = ((1, 500), (8, 500), (20, 500), (50, 500), (128, 500), (50, 4500), (128, 4500))
 STEPS = ("weights", "kv_cache_dtype", "plan")
 """Options that decode steps go by."""
 WHOLE = (*STEPS, "prefill_weights", "prefill_attention", "phase_overlap")
@@ -123,10 +117,6 @@ def parser_of_options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--launches", action="store_true", help="only compare dependent launches with plain ones"
     )
-    parser.add_argument(
-        "--weight-prefetch", action="store_true",
-        help="only compare decode steps that ask for weights ahead with plain ones",
-    )  # fmt: skip
     parser.add_argument(
         "--weights", choices=tuple(WEIGHTS), default="bf16",
         help="dummy weights that are timed; tailrace check-accuracy compares such formats",
@@ -152,7 +142,6 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(1) as runner:
         compared = compare_launches if arguments.launches else None
-        compared = compare_prefetch if arguments.weight_prefetch else compared
         compared = time_mixed if arguments.mixed else compared
         if not (arguments.skip_check or compared):
             for family in ("llama", "qwen2", "qwen3"):
@@ -405,7 +394,7 @@ def write_result(
 
 
 def config_of(folder: Path, arguments: argparse.Namespace) -> EngineConfig:
-    """Return the settings where ways to launch or to ask ahead are compared."""
+    """Return the settings where ways to launch are compared."""
     from tailrace.config import EngineConfig
 
     return EngineConfig(
@@ -423,9 +412,14 @@ def compare_launches(
     engine, kept = make(config, folder, runner)
     graphs = kept["loaded"].runner.step_graphs
     begun = time.monotonic()
-    dependent = runner.submit(partial(graphs.captured_decodes, dependent=True)).result()
-    print(f"captured by dependent launches in {time.monotonic() - begun:.1f} s", flush=True)
-    arms = {"plain": graphs.serve_by(dependent), "dependent": dependent}
+    # Both anew: what serves is one or the other, by the size of the step.
+    arms = {
+        name: runner.submit(
+            partial(graphs.captured_decodes, dependent=name == "dependent")
+        ).result()
+        for name in ("plain", "dependent")
+    }
+    print(f"captured by both in {time.monotonic() - begun:.1f} s", flush=True)
 
     def serve(arm: str) -> None:
         # On the runner's thread, so between the steps that it queues.
@@ -449,108 +443,6 @@ def compare_launches(
             flush=True,
         )
     write_result("gpu_launches", arguments, STEPS, {"rows": rows})
-
-
-def compare_prefetch(
-    folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Namespace
-) -> None:
-    from tailrace.engine.prefetch_plan import timed
-
-    config = config_of(folder, arguments)
-    engine, kept = make(config, folder, runner)
-    device = kept["loaded"].runner
-    graphs = device.step_graphs
-    ways = prefetch_ways()
-    sizes = sorted({min(n for n in graphs.decode_sizes if n >= batch) for batch, _ in CHECKED})
-    begun = time.monotonic()
-    arms = {
-        name: runner.submit(partial(graphs.captured_decodes, sizes=sizes, **way)).result()
-        for name, way in ways.items()
-    }
-    print(f"captured {len(arms)} x {sizes} in {time.monotonic() - begun:.1f} s", flush=True)
-
-    def serve(arm: str) -> None:
-        runner.submit(graphs.serve_by, arms[arm]).result()
-
-    for batch, longest in CHECKED:
-        check_prefetch(engine, serve, list(arms), batch, longest)
-    runner.submit(fill_kv, device.kv_caches).result()
-    weight_bytes = WEIGHTS[arguments.weights][0]
-    kv_bytes = KV_BYTES // 2 if config.kv_is_float8 else KV_BYTES
-    rows = []
-    for batch, context in PREFETCH:
-        replays = {
-            name: runner.submit(
-                partial(graphs.rehearsals, batch, (context,), way["budget"],
-                        dependent=way["dependent"])
-            ).result()
-            for name, way in ways.items()
-        }  # fmt: skip
-        seconds = runner.submit(timed, replays).result()
-        floor = 1e3 * (weight_bytes + batch * context * kv_bytes) / COPY
-        rows.append({"batch": batch, "context": context, "floor_ms": floor, "s": seconds})
-        print(f"captured step, {batch:>3} x {context}, floor {floor:.2f} ms:", flush=True)
-        tell_arms({name: 1e3 * value for name, value in seconds.items()}, floor)
-    times, keys = decode_steps(engine, serve, 50, 500, arms=tuple(arms), rounds=2)
-    floor = 1e3 * (weight_bytes + keys * kv_bytes) / COPY
-    print(f"the engine's step, 50 x 500, floor {floor:.2f} ms:")
-    tell_arms({name: statistics.median(values) for name, values in times.items()}, floor)
-    rows.append({"batch": 50, "context": 500, "floor_ms": floor, "engine_ms": times})
-    write_result("gpu_prefetch", arguments, STEPS, {"rows": rows})
-
-
-def prefetch_ways() -> dict[str, dict[str, Any]]:
-    """Return the arms: how each is captured."""
-    from tailrace.kernels.weight_prefetch.gaps import MIB, Budget
-
-    budgets = [Budget(mib * MIB) for mib in (8, 16, 24)]
-    budgets += [Budget(16 * MIB, by_columns=True), Budget(16 * MIB, is_early=True)]
-    budgets += [Budget(16 * MIB, is_early=True, is_kept=True)]
-    ways: dict[str, dict[str, Any]] = {"plain": {"dependent": False, "budget": None}}
-    ways |= {budget.words: {"dependent": False, "budget": budget} for budget in budgets}
-    ways["dependent"] = {"dependent": True, "budget": None}
-    ways["dependent, 16 MiB"] = {"dependent": True, "budget": Budget(16 * MIB)}
-    return ways
-
-
-def tell_arms(milliseconds: dict[str, float], floor_ms: float) -> None:
-    plain = milliseconds["plain"]
-    for name, value in milliseconds.items():
-        saved = 1e3 * (plain - value)
-        print(
-            f"  {name:>20}: {value:7.3f} ms ({value / floor_ms:.2f} x), saved {saved:5.0f} us",
-            flush=True,
-        )
-
-
-def fill_kv(kv_caches: list[Any]) -> None:
-    """Write noise into the pool: what steps over made-up sequences read."""
-    import torch
-
-    with torch.inference_mode():
-        for cache in kv_caches:
-            for part in cache:
-                for block in part.split(4096):  # a few at a time, or noise takes the pool's size
-                    block.copy_(torch.randn(block.shape, device=block.device))
-    torch.cuda.synchronize()
-
-
-def check_prefetch(
-    engine: Engine, serve: Callable[[str], None], arms: list[str], batch: int, longest: int
-) -> None:
-    """Exit unless all arms give the same bits, and the plain one does so twice."""
-    expected = None
-    for arm in ("plain", *arms):
-        serve(arm)
-        found = scored(engine, batch, longest, logprobs=0)
-        expected = found if expected is None else expected
-        if found != expected:
-            raise SystemExit(f"{batch} sequences: {arm} does not give what plain steps do")
-    tokens = sum(map(len, (expected or {}).values()))
-    print(
-        f"weight prefetch, {batch:>3} sequences: {tokens} tokens and scores are the same in "
-        f"{len(arms)} arms", flush=True,
-    )  # fmt: skip
 
 
 def quartiles(times: dict[str, list[float]]) -> str:
@@ -610,20 +502,13 @@ def scored(
 
 
 def decode_steps(
-    engine: Engine,
-    serve: Callable[[str], None],
-    batch: int,
-    context: int,
-    *,
-    arms: tuple[str, ...] = ("plain", "dependent"),
-    rounds: int = ROUNDS,
+    engine: Engine, serve: Callable[[str], None], batch: int, context: int
 ) -> tuple[dict[str, list[float]], int]:
     """Return the milliseconds of each arm's steps, and the keys halfway through them."""
-    steps = rounds * len(arms) * (UNTIMED_STEPS + TIMED_STEPS)
-    begin(engine, batch, context, max(400, 2 * steps))
-    times: dict[str, list[float]] = {arm: [] for arm in arms}
+    begin(engine, batch, context, 400)
+    times: dict[str, list[float]] = {"plain": [], "dependent": []}
     keys = []
-    for index in range(rounds):
+    for index in range(ROUNDS):
         keys.append(sum(s.num_computed for s in engine.scheduler.running))
         # Sequences grow: each arm goes first as often as the other.
         for arm in list(times)[:: 1 - 2 * (index % 2)]:
@@ -636,7 +521,7 @@ def decode_steps(
                 times[arm].append(1e3 * (time.perf_counter() - begun))
     engine.abort([s.request_id for s in list(engine.scheduler.running)])
     drain(engine)
-    return times, keys[rounds // 2]
+    return times, keys[ROUNDS // 2]
 
 
 def submit(engine: Engine, count: int, length: int, tokens: int, first: int = 0) -> None:

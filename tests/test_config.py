@@ -56,12 +56,6 @@ def test_the_block_size_is_a_unit_or_a_mix_of_sizes_over_the_smallest():
         ("prefill_attention", "triton", "both kernels are a GPU's; .* name a GPU with --gpus"),
         ("phase_overlap", "yes", "--phase-overlap"),
         ("phase_overlap", "on", "a GPU's streams and a second copy .* name a GPU with --gpus"),
-        ("weight_prefetch", "8", "--weight-prefetch 8: bytes are asked for in a GPU's L2 cache"),
-        ("weight_prefetch", "auto", "leave it out, or name a GPU with --gpus"),
-        ("weight_prefetch", "of", "--weight-prefetch of: must be off, auto, or whole MiB"),
-        ("weight_prefetch", "0", "must be off, auto, or whole MiB from 1 to 9999"),
-        ("weight_prefetch", "10000", "whole MiB from 1 to 9999"),
-        ("weight_prefetch", "2.5", "whole MiB"),
         ("gpus", "0,1", "several GPUs is not in this version"),
         ("kv_cache_dtype", "fp8", "float8 needs a GPU .* keeps KV in float32"),
         ("context_length", -1, "at least 0"),
@@ -73,16 +67,6 @@ def test_the_block_size_is_a_unit_or_a_mix_of_sizes_over_the_smallest():
 def test_a_value_out_of_range_or_not_available_is_refused_by_name(setting, value, wanted):
     with pytest.raises(ConfigError, match=wanted.replace("(", r"\(")):
         load({setting: value}, environ={})
-
-
-def test_weights_are_asked_for_ahead_by_a_number_or_by_a_plan():
-    for given in (8, "8"):
-        config = load({"gpus": "0", "weight_prefetch": given}, environ={}).engine
-        assert str(config.weight_prefetch) == "8"
-    planned = {"gpus": "0", "weight_prefetch": "auto", "plan": "auto"}
-    assert load(planned, environ={}).engine.weight_prefetch == "auto"
-    with pytest.raises(ConfigError, match="--weight-prefetch auto with --plan off.*--plan auto"):
-        load({"gpus": "0", "weight_prefetch": "auto"}, environ={})
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "bfloat16", "auto"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import tomllib
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -133,13 +132,6 @@ class EngineConfig:
         "Kernels by measurement on this GPU: off (the built-in table) | auto (the plan that was "
         "measured here; what it lacks is measured at start, in about 2 s) | a plan's file.",
     )
-    weight_prefetch: int | str = setting(
-        "off",
-        "MiB of the next weight that a GPU's decode steps ask for in each gap between two "
-        "products: off | a number, at most half of the GPU's L2 cache | auto (for each class of "
-        "rows what the plan says; with plan auto, what it lacks is measured at start, in about 5 "
-        "s). It changes no result.",
-    )
     warmup: bool = setting(True, "Run a few requests through the engine before /ready says yes.")
     seed: int = setting(0, "Of requests that bring no seed, and of dummy weights.")
 
@@ -159,7 +151,6 @@ class EngineConfig:
         _one_of("prefill-attention", self.prefill_attention, PREFILL_ATTENTION)
         _one_of("phase-overlap", self.phase_overlap, PHASE_OVERLAP)
         self._check_device()
-        self._check_weight_prefetch()
         self._check_itl_target()
         self._check_max_ttft()
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
@@ -237,25 +228,6 @@ class EngineConfig:
             raise ConfigError(
                 f"--itl-target-ms {given} with --no-warmup: steps are timed at warm-up, and cannot "
                 "be cut to a time without; leave --no-warmup out, or the target"
-            )
-
-    def _check_weight_prefetch(self) -> None:
-        asked = str(self.weight_prefetch)
-        if asked not in ("off", "auto") and not re.fullmatch("[1-9][0-9]{0,3}", asked):
-            raise ConfigError(
-                f"--weight-prefetch {asked}: must be off, auto, or whole MiB from 1 to 9999"
-            )
-        if asked == "off":
-            return
-        if not self.gpus:
-            raise ConfigError(
-                f"--weight-prefetch {asked}: bytes are asked for in a GPU's L2 cache; leave it "
-                "out, or name a GPU with --gpus"
-            )
-        if asked == "auto" and self.plan == "off":
-            raise ConfigError(
-                "--weight-prefetch auto with --plan off: what is measured is kept in the plan; add "
-                "--plan auto, or name the MiB"
             )
 
     def _check_for_gpus(self) -> None:

@@ -215,14 +215,12 @@ def test_a_kept_winner_that_is_no_candidate_any_more_is_told_and_measured_again(
 ):
     _, plan, _ = start("auto")
     held = next(c for c in plan.choices if c.operation == operation)
-    foreign = choose("another", "longer", "gone", {"gone": 1.0}, {})
     gone = msgspec.structs.replace(held, winner="gone", seconds={**held.seconds, "gone": 1e-9})
-    write(changed := plan.with_choices([gone, foreign]), file_here())
+    write(changed := plan.with_choices([gone]), file_here())
     with structlog.testing.capture_logs() as logs:
         _, again, calls = start("auto")
     assert calls == len(held.seconds)
     assert again.winner(*held.question) in held.seconds
-    assert foreign in again.choices
     assert read(file_here()) == again
     (told,) = (entry for entry in logs if entry["event"] == "plan_choice_dropped")
     assert told["question"] == f"{operation}, {held.sizes}"
@@ -230,6 +228,31 @@ def test_a_kept_winner_that_is_no_candidate_any_more_is_told_and_measured_again(
     write(changed, file)
     with pytest.raises(ConfigError, match="'gone' is none of"):
         start(file)
+
+
+def test_what_a_kept_plan_says_of_what_nobody_asks_is_told_and_forgotten(tmp_path):
+    """As of the weights that 0.1.0's decode steps once could ask for ahead."""
+    _, plan, _ = start("auto")
+    words = ("weight prefetch over float8", "decode steps up to 32 rows")
+    gone = choose(*words, "off", {"off": 1.0, "8 MiB": 0.5}, {})
+    write(changed := plan.with_choices([gone]), file_here())
+    with structlog.testing.capture_logs() as logs:
+        _, again, calls = start("auto")
+    assert (calls, again) == (0, plan)
+    assert read(file_here()) == plan
+    (told,) = (entry for entry in logs if entry["event"] == "plan_choice_dropped")
+    assert told["question"] == ", ".join(words)
+    with structlog.testing.capture_logs() as logs:
+        start("auto")
+    assert "plan_choice_dropped" not in [entry["event"] for entry in logs]
+    file = tmp_path / "given.json"
+    write(changed, file)
+    with pytest.raises(ConfigError, match="weight prefetch over float8, .*: nothing here is chos"):
+        start(file)
+    file_here().unlink()
+    pin(file, file_here())
+    with pytest.raises(ConfigError, match="nothing here is chosen by that; `tailrace plan measure"):
+        start("auto")
 
 
 def test_a_cache_that_cannot_be_written_costs_the_next_start_its_time_and_no_more(
@@ -341,19 +364,15 @@ def test_what_one_question_is_asked_with_is_gone_when_the_next_is_asked(monkeypa
     assert set(held) == {1}
 
 
-def test_a_whole_plan_leaves_what_it_does_not_ask_and_forgets_what_it_does(monkeypatch):
+def test_a_whole_plan_forgets_all_that_was_there(monkeypatch):
     exact_float8(monkeypatch)
-    budget = choose("weight prefetch", "decode steps up to 32 rows", "off", {"off": 1.0}, {})
+    foreign = choose("another", "longer", "a", {"a": 1.0}, {})
     gone = choose("decode attention", "another class", "a", {"a": 1.0}, {})
-    out = file_here()
-    write(Plan(key_of(loaded(), MODEL), (budget, gone)), out)
+    write(Plan(key_of(loaded(), MODEL), (foreign, gone)), file_here())
     plan, _ = measure_whole(loaded(), MODEL, LONGEST, None, Ticking().timer, unit=8)
-    assert len(plan.choices) == 6 + 1
-    assert read(out).choices[-1] == plan.choices[-1] == budget
-    assert gone not in plan.choices
-    write(stale(plan), out)
-    plan, _ = measure_whole(loaded(), MODEL, LONGEST, None, Ticking().timer, unit=8)
-    assert (len(plan.choices), budget in plan.choices) == (6, False)
+    assert len(plan.choices) == 6
+    assert all(choice not in plan.choices for choice in (foreign, gone))
+    assert read(file_here()) == plan
 
 
 @pytest.mark.parametrize("content", ["{", '{"format": 9}'], ids=["damaged", "other version"])

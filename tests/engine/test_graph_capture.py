@@ -45,18 +45,6 @@ def test_memory_is_given_back_once_for_all_graphs_and_no_garbage_is_collected(as
     assert asked == ["synchronize", "empty_cache", *one, *one[:2], 1, "end"]
 
 
-def test_captures_within_one_quiet_time_free_nothing_more(asked):
-    with quietly():
-        with quietly():
-            assert not gc.isenabled()
-        assert not gc.isenabled()
-    assert gc.isenabled()
-    assert asked == ["synchronize", "empty_cache"]
-    with quietly():
-        pass
-    assert len(asked) == 4
-
-
 def test_a_capture_that_fails_is_ended_and_garbage_is_collected_again(asked):
     def fails():
         raise torch.OutOfMemoryError("no")

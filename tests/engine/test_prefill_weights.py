@@ -25,23 +25,17 @@ from tailrace.engine.accuracy_record import (
     remember,
 )
 from tailrace.engine.block_manager import BlockManager
-from tailrace.engine.cuda_plan import key_of
 from tailrace.engine.cuda_runner import CudaRunner
 from tailrace.engine.device_kv import kv_bytes_per_token
 from tailrace.engine.phase_overlap import PhaseOverlap, overlap_of
-from tailrace.engine.prefetch_plan import sizes_of
 from tailrace.engine.prefill_weights import Choice, Prefill, choose, copy_bytes, make, with_copy
 from tailrace.engine.step_arrays import leading_decodes
 from tailrace.engine.step_probes import Probe, ProbeRun
-from tailrace.engine.weight_prefetch import DeviceCache
 from tailrace.errors import ConfigError
 from tailrace.kernels.linear.int4 import quantize_groups
 from tailrace.kernels.linear.phased_linear import PhasedLinear
 from tailrace.kernels.linear.prefill_format import FORMATS
-from tailrace.kernels.plan import Plan, write
-from tailrace.kernels.plan import choose as choose_kernel
 from tailrace.kernels.triton_kernels import TritonKernels, UnpackedTritonKernels
-from tailrace.kernels.weight_prefetch.gaps import MIB
 from tailrace.models.loader import load_model
 from tests.engine.test_cuda_runner import (
     BUDGET,
@@ -456,34 +450,6 @@ def test_a_pool_that_was_asked_for_and_fits_leaves_the_copy(folders, monkeypatch
     device.free -= sequence + sequence // 2
     runner, told = start(folders["4 bits"], "auto", kv_cache_tokens=64)
     assert (runner.prefill_weights, "which needs" in told) == ("same", True)
-
-
-def test_a_files_plan_and_its_budgets_serve_on_where_the_copy_was_given_up(
-    folders, monkeypatch, tmp_path
-):
-    """The plan holds for the layers of then; it is not asked again for those that are left."""
-    cache = DeviceCache(50 * MIB, 132, (9, 0))
-    monkeypatch.setattr(DeviceCache, "of", classmethod(lambda *_: cache))
-    monkeypatch.setattr(cuda_setup, "cuda_timer", lambda _: None)
-    monkeypatch.setattr(cuda_setup, "_known", lambda *_: knowing(finding()))
-    kernels, model = loaded(folders["4 bits"], dtype="float16")
-    settings = EngineConfig(max_batch_size=2, gpus=(0,))
-    later = cuda_setup.later_bytes(settings, model, kernels, 16, 64)
-    sequence = 64 * kv_bytes_per_token(model, torch.float16)
-    FakeCuda(monkeypatch, OVERHEAD + later + 2 * sequence)
-    monkeypatch.setattr(prefill_weights, "copy_bytes", lambda *_: 3 * sequence)
-    won = choose_kernel("weight prefetch", sizes_of(16), "off", {"off": 2.0, "8 MiB": 1.0}, {})
-    both = with_copy(model, kernels, FORMATS["fp8"])
-    key = key_of(kernels, both)
-    file = tmp_path / "plan.json"
-    write(Plan(key, (won,)), file)
-    runner, told = start(folders["4 bits"], "auto", plan=str(file), weight_prefetch="auto")
-    assert told.startswith("same: the copy takes")
-    assert runner.step_graphs.describe_prefetch().startswith(
-        "up to 16 rows 8 MiB, up to 32 rows off"
-    )
-    del both
-    assert key_of(kernels, model) != key
 
 
 def out_of_memory(*_, **__):

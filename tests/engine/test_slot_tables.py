@@ -261,26 +261,6 @@ def test_what_is_packed_ahead_leaves_a_step_that_was_not_sent_yet_as_it_is():
         assert tables.of_step(arrays["table_rows"]).tolist() == [wanted]
 
 
-@pytest.mark.parametrize(
-    ("rows", "keys", "units"),
-    [(8, 4 * UNIT, 32), (8, 4 * UNIT - 1, 32), (3, 5, 1000), (8, 4 * UNIT, 13), (1, 32 * UNIT, 32)],
-)
-def test_tables_for_timing_read_as_much_of_the_pool_as_there_is(rows, keys, units):
-    """Also where the pool is as long as one sequence, and a table as wide as the pool."""
-    tables = SlotTables(8, 32, UNIT, max_sequences=9, device=CPU)
-    tables.pretend(rows, keys, units)
-    slots = torch.arange(9, dtype=torch.int32)
-    tables.gather(slots)
-    made = tables.of_step(slots)
-    assert 0 <= made.min() <= made.max() < units
-    read = made[:rows, : -(-keys // UNIT)]
-    assert read.unique().numel() == min(read.numel(), units)
-    assert not made[rows:].any()
-    tables.forget()
-    tables.gather(slots)
-    assert not tables.of_step(slots).any()
-
-
 def test_an_early_prompts_slot_is_sent_anew_when_it_is_anothers():
     blocks = BlockManager(128, UNIT, prefix_cache=False)
     runner = TableRunner(UNIT)

@@ -51,7 +51,6 @@ from tailrace.kernels.rms_norm.triton import rms_norm_kernel
 from tailrace.kernels.rope_cache.triton import rope_cache_kernel
 from tailrace.kernels.sampling import triton as sampling
 from tailrace.kernels.silu_mul.triton import BLOCK, silu_mul_kernel
-from tailrace.kernels.weight_prefetch.gaps import asks_in_bulk
 from tests.kernels import machine_code
 
 if TYPE_CHECKING:
@@ -489,27 +488,11 @@ def dependent_cases(kind: int, cases: list[Case]) -> Iterator[Case]:
             yield replace(case, name=f"{case.name} dependent", is_dependent=True)
 
 
-def ahead_cases(kind: int, cases: list[Case]) -> Iterator[Case]:
-    """Some of each kernel that can host programs which ask for a weight, in both ways to ask."""
-    able = [case for case in cases if "AHEAD" in case.kernel.arg_names]
-    bulk = asks_in_bulk((kind // 10, kind % 10))
-    for _, group in itertools.groupby(able, key=lambda case: case.name.split()[0]):
-        *_, case = group
-        for kept in (False, True):
-            yield replace(
-                case,
-                name=f"{case.name} ahead{' kept' if kept else ''}",
-                constants={**case.constants, "AHEAD": 132, "BULK": bulk, "KEPT": kept},
-                types={**case.types, "ahead_first": "*u8", "ahead_second": "*u8"},
-            )
-
-
 def build(case: Case, arch: int) -> Any:
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], list[list[Any]]] = {}
-    usual = {"DEPENDENT": case.is_dependent, "AHEAD": 0, "BULK": False, "KEPT": False}
-    known = {**usual, **case.constants}
+    known = {"DEPENDENT": case.is_dependent, **case.constants}
     for index, name in enumerate(case.kernel.arg_names):
         if name in known:
             signature[name], constants[index,] = "constexpr", known[name]
@@ -556,11 +539,6 @@ def dependence(compiled: Any) -> dict[str, int]:
         "signals": ptx.count("griddepcontrol.launch_dependents"),
         "early": len(early),
     }
-
-
-def asks(compiled: Any) -> list[str]:
-    """The instructions by which lines of a weight are asked for."""
-    return re.findall(r"@p (\S*prefetch\S*)", compiled.asm["ptx"])
 
 
 def assembler(compiled: Any) -> str:
@@ -657,12 +635,10 @@ def main(kind: int, *, with_all: bool = False) -> None:
         *sampling_cases(),
     ]
     cases = cases if with_all else sample(cases)
-    cases += ahead_cases(kind, cases)
     cases += dependent_cases(kind, cases)
     for case in cases:
         compiled = build(case, kind)
         found = {"name": case.name, **usage(compiled), **dependence(compiled)}
-        found["asks"] = asks(compiled)
         if case.source is GluonASTSource:
             code = assembler(compiled)
             found["faults"] = machine_code.faults(code, found["registers"])

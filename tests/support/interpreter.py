@@ -111,24 +111,3 @@ def quicken():
 
     tl.core.tuple_type.__init__ = note
     tl.core.tuple_type.name = property(spell)
-
-
-def recorded_asks(monkeypatch, threads=4):
-    """Return the (address, bytes) pairs that programs will have asked for ahead.
-
-    The interpreter has no such instruction, and does not know its programs' threads.
-    """
-    from triton import language as tl  # noqa: PLC0415 - where Triton is not installed
-
-    from tailrace.kernels.weight_prefetch import triton as programs  # noqa: PLC0415 - as above
-
-    found = []
-
-    def ask(addresses, sizes, *_):
-        places = addresses.handle.data.reshape(-1).tolist()
-        counts = sizes.handle.data.reshape(-1).tolist()
-        found.extend(pair for pair in zip(places, counts, strict=True) if pair[1])
-
-    monkeypatch.setattr(programs, "ask", ask)
-    monkeypatch.setattr(tl.extra.cuda, "num_threads", lambda: threads)
-    return found

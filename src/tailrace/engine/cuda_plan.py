@@ -2,8 +2,8 @@
 
 `--plan off` asks nothing. `auto` takes the plan that was measured here; what it lacks is measured
 within `BOUND_S` and added, and a plan of other versions is measured anew; what cannot be read or
-kept, or names no kernel of here, costs a warning and that time, never the start. A FILE is taken as
-it is, or refused.
+kept, or names no kernel or question of here, costs a warning and that time, never the start. A FILE
+is taken as it is, or refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tailrace.kernels.plan_questions import Heads, questions
 from tailrace.kernels.plan_winners import apply, strangers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tailrace.kernels.plan import Choice
     from tailrace.kernels.plan_questions import Question
@@ -137,21 +137,22 @@ def settle(
         plan = known(file, key)
         if not plan.pinned:
             others = strangers(plan, kernels, model.config.head_dim, kv_dtype=kv_dtype, unit=unit)
-            plan = dropped(plan, others)
             asked_for = questions_of(kernels, model, longest, [kv_dtype], unit)
-            plan = complete(plan, file, asked_for, timer=timer, clock=clock, bound_s=bound_s)
+            plan = complete(
+                plan, file, asked_for, others, timer=timer, clock=clock, bound_s=bound_s
+            )
     apply(plan, kernels, model.config.head_dim, file, kv_dtype=kv_dtype, unit=unit)
     log.info("plan", file=str(file), choices=len(plan.choices), changed=_changed(plan))
     return plan
 
 
 def dropped(plan: Plan, strangers: Sequence[Choice]) -> Plan:
-    """Return a plan that may be measured again, without what names no candidate of here."""
+    """Return a plan that may be measured again, without what names nothing of here."""
     for choice in strangers:
         log.warning(
             "plan_choice_dropped",
             question=f"{choice.operation}, {choice.sizes}",
-            reason=f"{choice.winner!r} is no candidate here; it is measured again",
+            reason=f"{choice.winner!r} is no candidate here; what is asked here is measured again",
         )
     return plan.without(strangers)
 
@@ -172,8 +173,7 @@ def measure_whole(
 ) -> tuple[Plan, Path]:
     """Measure everything, however long it takes, and write it.
 
-    Attention over a cache in half precision, and in float8 where the GPU has it. What the file says
-    of other operations stays, if it holds here: a server measures whole steps and keeps them there.
+    Attention over a cache in half precision, and in float8 where the GPU has it.
 
     Raises:
         ConfigError: There is nothing to choose, no memory for it, or the file is a pinned plan or
@@ -186,12 +186,13 @@ def measure_whole(
     kv_dtypes = [kernels.dtype]
     if kernels.capability >= FLOAT8_CAPABILITY:
         kv_dtypes.append(FLOAT8)
-    asked = set()
+    asked = 0
 
     def told() -> Iterator[Question]:
+        nonlocal asked
         # One at a time: what a question is asked with goes when the next one comes.
         for question in questions_of(kernels, model, longest, kv_dtypes, unit):
-            asked.add(question.operation)
+            asked += 1
             yield question
 
     choices = measure(told(), timer, time.monotonic, math.inf, is_out_of_memory)
@@ -205,24 +206,16 @@ def measure_whole(
             f"plan measure: {key.gpu} has no memory for any question: end what else uses it, or "
             "lower --context-length"
         )
-    plan = Plan(key, (*choices, *_foreign(file, key, asked)))
+    plan = Plan(key, tuple(choices))
     write(plan, file)
     return plan, file
-
-
-def _foreign(file: Path, key: Key, asked: Collection[str]) -> Iterator[Choice]:
-    """Yield what a file's plan, if it holds here, says of other operations than these."""
-    if not file.exists():
-        return
-    plan = read(file)
-    if plan.key == key:
-        yield from (choice for choice in plan.choices if choice.operation not in asked)
 
 
 def complete(
     plan: Plan,
     file: Path,
     asked: Iterable[Question],
+    others: Sequence[Choice],
     *,
     timer: Timer,
     clock: Callable[[], float],
@@ -230,12 +223,14 @@ def complete(
 ) -> Plan:
     """Measure what a plan lacks, as far as time allows, and write it where there is news.
 
-    A question that was asked of fewer candidates is asked again.
+    A question that was asked of fewer candidates is asked again; `others`, which name nothing of
+    here, are left out.
     """
+    plan = dropped(plan, others)
     missing = (q for q in asked if not plan.answers(q.operation, q.sizes, q.candidates))
     begun_s = clock()
     choices = measure(missing, timer, clock, bound_s, is_out_of_memory)
-    if choices:
+    if choices or others:
         plan = plan.with_choices(choices)
         try:
             write(plan, file)

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from tailrace.engine.phase_overlap import PhaseOverlap
     from tailrace.engine.scheduler import Chunk, Step
     from tailrace.engine.step_time import StepLoad
-    from tailrace.engine.weight_prefetch import Budgets
     from tailrace.kernels.kv_scales import KVScales
     from tailrace.kernels.paged_attention.prefill_kernels import PrefillShape
     from tailrace.kernels.triton_kernels import TritonKernels
@@ -90,10 +89,9 @@ class CudaRunner:
         paced: Whether prompts beside decodes are cut to a time.
         prefill_weights: Whose copy of the weights serves prompts; "same": there is one.
         overlap: Has decodes and prompts of a step go apart, each by its copy.
-        budgets: How much of the next weight captured decode steps ask for ahead, by rows.
 
     Raises:
-        EngineError: KV scales and cache do not go together, or there is no GPU to ask.
+        EngineError: KV scales and cache do not go together.
     """
 
     def __init__(
@@ -112,7 +110,6 @@ class CudaRunner:
         paced: bool = False,
         prefill_weights: str = "same",
         overlap: PhaseOverlap | None = None,
-        budgets: Budgets | None = None,
     ) -> None:
         if (kv_scales is not None) != (kv_dtype == FLOAT8):
             raise EngineError("KV scales go with a float8 cache, and with no other")
@@ -162,7 +159,6 @@ class CudaRunner:
             self.forward_pass,
             self.sizes,
             shape,
-            budgets=budgets,
             has_dependent_launches=has_dependent_launches(kernels.device, kernels.capability),
         )
 

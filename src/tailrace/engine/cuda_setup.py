@@ -22,9 +22,6 @@ from tailrace.engine.frames import Detail, Frame, graph_buckets, mixed_frames
 from tailrace.engine.host_kv import STAGING_BYTES
 from tailrace.engine.kv_calibration import find_scales
 from tailrace.engine.phase_overlap import overlap_of
-from tailrace.engine.prefetch_plan import OFF, cache_for
-from tailrace.engine.prefetch_plan import find as find_budgets
-from tailrace.engine.prefetch_plan import settle as settle_budgets
 from tailrace.engine.prefill_weights import choose
 from tailrace.engine.prefill_weights import make as make_copy
 from tailrace.engine.setup import describe_kv
@@ -125,8 +122,6 @@ def load_weights(
     """
     times = times or StartTimes()
     device = load_device(config.gpus[0])
-    if config.weight_prefetch != OFF:
-        cache_for(str(config.weight_prefetch), device)  # weights take a while to come
     torch.cuda.synchronize(device)  # makes CUDA's context, for whose seconds weights cannot help
     times.mark("device")
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
@@ -227,15 +222,6 @@ def load_runner(
         log.info("kv_scales", source=found.source, scales=found.listed())
         times.mark("KV scales")
 
-    prefetching = find_budgets(
-        str(config.weight_prefetch),
-        config.plan,
-        shared.plan,
-        model,
-        device=kernels.device,
-        kv_dtype=kv_dtype,
-    )
-
     overlap = overlap_of(config.phase_overlap, model, kernels.device)
     log.info("phase_overlap", serves="off" if overlap is None else "decodes and prompts at once")
 
@@ -256,7 +242,6 @@ def load_runner(
             paced=config.itl_target_s > 0,
             prefill_weights=prefill.choice.name,
             overlap=overlap,
-            budgets=prefetching.budgets,
         )
         return runner, length, num_blocks
 
@@ -264,10 +249,6 @@ def load_runner(
     times.mark("capture")
     attention = describe(partial(kernels.prefill_shape, loaded.config.head_dim), length)
     log.info("prefill_attention", serves=attention)
-    if prefetching.is_asked:
-        settle_budgets(prefetching, runner.step_graphs)
-        log.info("weight_prefetch", serves=runner.step_graphs.describe_prefetch())
-        times.mark("weight prefetch")
     pool = describe_kv(num_blocks * config.kv_unit_tokens, length, token_bytes)
     log.info("kv_pool", holds=pool)
     kv_words = "" if found is None else f"KV in float8, scales {found.describe()}; "
@@ -280,14 +261,11 @@ def load_runner(
 
 @dataclass(frozen=True)
 class _Shared:
-    """What lies in the device's memory beside KV, and what was found on the way there."""
+    """What lies in the device's memory beside KV."""
 
     sampler: DeviceSampler
     prefill: Prefill
     memory: MemoryPlan
-    plan: Plan | None
-    """Which kernel serves what, for the layers as they were when it was applied; None: none was
-    asked for."""
 
 
 def _share_memory(
@@ -312,10 +290,10 @@ def _share_memory(
     times.mark("prompts' weights")
     log.info("weights_loaded", held=describe_weights(prefill.model))
 
-    def measured() -> tuple[DeviceSampler, Plan | None, MemoryPlan]:
+    def measured() -> tuple[DeviceSampler, MemoryPlan]:
         sampler = _make_sampler(config, loaded, kernels)
-        plan = _apply_plan(config, kernels, prefill.model, context, times)
-        return sampler, plan, plan_memory(config, prefill.model, kernels, token_budget, context)
+        _apply_plan(config, kernels, prefill.model, context, times)
+        return sampler, plan_memory(config, prefill.model, kernels, token_budget, context)
 
     found = measured() if prefill.choice.format is None else _within_memory(measured)
     if found is None:
@@ -323,7 +301,7 @@ def _share_memory(
         gc.collect()
         torch.cuda.empty_cache()
         found = measured()
-    sampler, plan, memory = found
+    sampler, memory = found
     token_bytes = kv_bytes_per_token(loaded, kv_dtype_of(config, kernels))
     was, needed = prefill.choice.format, (config.kv_cache_tokens or context) * token_bytes
     prefill = prefill.in_room(
@@ -332,7 +310,7 @@ def _share_memory(
     if prefill.choice.format is not was:
         gc.collect()
         memory = plan_memory(config, prefill.model, kernels, token_budget, context)
-    return _Shared(sampler, prefill, replace(memory, prompt_weights=prefill.copy_bytes), plan)
+    return _Shared(sampler, prefill, replace(memory, prompt_weights=prefill.copy_bytes))
 
 
 def _within_memory(work: Callable[[], T]) -> T | None:
@@ -359,11 +337,11 @@ def _make_sampler(config: EngineConfig, model: CausalLM, kernels: TritonKernels)
 
 def _apply_plan(
     config: EngineConfig, kernels: TritonKernels, model: CausalLM, context: int, times: StartTimes
-) -> Plan | None:
+) -> None:
     """Find or measure the plan, if one is asked for; its timer's memory is free afterwards."""
     if config.plan == "off":
-        return None
-    plan = settle(
+        return
+    settle(
         config.plan,
         kernels,
         model,
@@ -373,7 +351,6 @@ def _apply_plan(
         unit=config.kv_unit_tokens,
     )
     times.mark("plan")
-    return plan
 
 
 def copy_for_prompts(

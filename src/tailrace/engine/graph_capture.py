@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -20,25 +19,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_is_quiet: ContextVar[bool] = ContextVar("captures without garbage", default=False)
-
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Free what is unused, once; then collect no garbage until the end. Within another: nothing."""
-    if _is_quiet.get():
-        yield
-        return
+    """Free what is unused, once; then collect no garbage until the end."""
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.empty_cache()
     was_on = gc.isenabled()
     gc.disable()
-    token = _is_quiet.set(True)
     try:
         yield
     finally:
-        _is_quiet.reset(token)
         if was_on:
             gc.enable()
 

@@ -143,26 +143,6 @@ class SlotTables:
         if len(cells):
             self._device.view(-1).index_copy_(0, cells.long(), arrays["entries"])
 
-    def pretend(self, rows: int, keys: int, units: int) -> None:
-        """Give the first slots tables that nobody's are, for timing; `forget` takes them away.
-
-        Rows lie as far apart as they are read: by the width of tables, a pool of one sequence's
-        length would be read at the same units by all, out of the device's cache.
-
-        Args:
-            rows: Slots that get one.
-            keys: Tokens that are read of each.
-            units: Of the pool, which they are spread over; if need be, several share one.
-        """
-        device = self._device.device
-        first = torch.arange(rows, dtype=torch.int32, device=device) * -(-keys // self.unit_tokens)
-        place = torch.arange(self.width, dtype=torch.int32, device=device)
-        self._device[:rows] = (first[:, None] + place) % units
-
-    def forget(self) -> None:
-        """Make all tables empty again; nobody has any yet."""
-        self._device.zero_()
-
     def gather(self, rows: torch.Tensor) -> None:
         """Queue the gathering of the tables of slots; `no_slot` is a row of zeros.
 

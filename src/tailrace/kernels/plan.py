@@ -136,7 +136,6 @@ def choose(
     refused: dict[str, str],
     *,
     no_memory: dict[str, str] | None = None,
-    margin: float = MARGIN,
 ) -> Choice:
     """Return the choice that measured times lead to.
 
@@ -147,10 +146,9 @@ def choose(
         seconds: By candidate.
         refused: Candidates without a time, and why.
         no_memory: Likewise, for want of memory.
-        margin: By how much less time than the default's a candidate wins.
     """
     fastest = min(seconds, key=lambda name: seconds[name])
-    is_won = seconds[fastest] < (1.0 - margin) * seconds[default]
+    is_won = seconds[fastest] < (1.0 - MARGIN) * seconds[default]
     return Choice(
         operation,
         sizes,

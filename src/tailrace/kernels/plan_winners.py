@@ -1,7 +1,7 @@
 """A plan's winners, let serve: all of them, or, where one cannot, none.
 
-A plan may come from elsewhere, or from an earlier version. So its winners are held to what is a
-candidate here before any of them serves.
+A plan may come from elsewhere, or from an earlier version. So what it answers is held to what is
+asked here, and its winners to what is a candidate here, before any of them serves.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 from tailrace.errors import ConfigError
 from tailrace.kernels.attention_shapes import BOUNDS, decode_candidates, key_words
+from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.linear.ways import class_words, words_of
 from tailrace.kernels.paged_attention.prefill_kernels import name_of
 from tailrace.kernels.plan import Choice, Plan, choose
 from tailrace.kernels.plan_questions import ANY_LENGTH, DECODE, PREFILL, over, prefill_shapes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
     import torch
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 def strangers(
     plan: Plan, kernels: TritonKernels, head_dim: int, *, kv_dtype: torch.dtype, unit: int
 ) -> list[Choice]:
-    """Return the choices that something else won than what is a candidate here: not to be applied.
+    """Return the choices that are not to be applied.
+
+    Nobody asks here what they answer, or something else won than what is a candidate here.
 
     Args:
         plan: Of this machine and model.
@@ -45,7 +48,19 @@ def strangers(
         for ways in layer.planned:
             for most_rows in ways.classes:
                 options[words_of(layer), class_words(most_rows)] = ways.options(most_rows)
-    return [c for c in plan.choices if c.winner not in options.get(c.question, [c.winner])]
+    asked = _operations(kernels)
+    return [
+        choice
+        for choice in plan.choices
+        if choice.operation not in asked
+        or choice.winner not in options.get(choice.question, [choice.winner])
+    ]
+
+
+def _operations(kernels: TritonKernels) -> Collection[str]:
+    """Return the operations that are asked about, over each kind of cache."""
+    attention = {PREFILL, DECODE, over(PREFILL, FLOAT8), over(DECODE, FLOAT8)}
+    return attention | {words_of(layer) for layer in kernels.planned_layers}
 
 
 def apply(
@@ -71,9 +86,16 @@ def apply(
         unit: Tokens of one of its units.
 
     Raises:
-        ConfigError: It names a kernel that is no candidate here, or refuses every shape of the one
-            that is asked for; nothing was changed.
+        ConfigError: It answers what nobody asks here, names a kernel that is no candidate, or
+            refuses every shape of the one that is asked for; nothing was changed.
     """
+    asked = _operations(kernels)
+    for choice in plan.choices:
+        if choice.operation not in asked:
+            raise ConfigError(
+                f"plan {file}: {choice.operation}, {choice.sizes}: nothing here is chosen by that; "
+                "`tailrace plan measure` makes one for this version"
+            )
     shapes = {name_of(shape): shape for shape in prefill_shapes(kernels, head_dim, kv_dtype, unit)}
     rows = []
     for bound in BOUNDS:

@@ -47,10 +47,6 @@ class CublasLinear:
         outputs, inputs = self.weight_OI.shape
         return outputs, inputs
 
-    def streamed(self) -> Tensor:
-        """See `DeviceLinear.streamed`."""
-        return self.weight_OI.view(torch.uint8)
-
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [O, I] in `dtype`; the layer's own where it is held so."""
         return self.weight_OI.to(dtype)

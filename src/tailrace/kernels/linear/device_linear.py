@@ -22,14 +22,6 @@ class DeviceLinear(Linear, Protocol):
         """Outputs and inputs."""
         ...
 
-    def streamed(self) -> Tensor:
-        """Return the weight's memory as few rows read it, for `weight_prefetch`; nothing is copied.
-
-        Contiguous uint8 [R, N]. A product may read the R rows side by side, each from its
-        beginning; a weight whose parts lie in the order of reading is one row.
-        """
-        ...
-
     def write(self, x_TI: Tensor, out_TO: Tensor) -> None:
         """Write the product into `out_TO`.
 

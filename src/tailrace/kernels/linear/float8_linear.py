@@ -129,10 +129,6 @@ class Float8Linear(RoundsRows):
         """Outputs and inputs."""
         return self._weight.shape
 
-    def streamed(self) -> Tensor:
-        """See `DeviceLinear.streamed`; scales are left out."""
-        return self._weight.values.view(torch.uint8)
-
     def weight_rows(self, first: int, end: int) -> Tensor:
         """See `PlannedLinear.weight_rows`."""
         weight = self._weight

@@ -135,13 +135,6 @@ class Int4Linear:
         """Outputs and inputs."""
         return self._weight.outputs, self._weight.inputs
 
-    def streamed(self) -> Tensor:
-        """See `DeviceLinear.streamed`: the codes, chunk after chunk of all outputs.
-
-        Scales and zero points, a sixteenth of them, are left out.
-        """
-        return self._weight.codes.view(torch.uint8).view(1, -1)
-
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """Return new memory with the weight [O, I] that the codes stand for."""
         out_OI = torch.empty(self.sizes, dtype=dtype, device=self._workspace.device)

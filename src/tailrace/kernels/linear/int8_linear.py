@@ -90,10 +90,6 @@ class Int8Linear(RoundsRows):
         """Outputs and inputs."""
         return self._weight.shape
 
-    def streamed(self) -> Tensor:
-        """See `DeviceLinear.streamed`; scales are left out."""
-        return self._weight.values.view(torch.uint8)
-
     def weight_rows(self, first: int, end: int) -> Tensor:
         """See `PlannedLinear.weight_rows`."""
         held = self._weight

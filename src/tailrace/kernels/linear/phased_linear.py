@@ -57,10 +57,6 @@ class PhasedLinear:
         """Bytes of both copies."""
         return self.few.nbytes + self.many.nbytes
 
-    def streamed(self) -> Tensor:
-        """See `DeviceLinear.streamed`: the copy that decodes are multiplied by."""
-        return self.few.streamed()
-
     def write_by_phase(self, rows: int, decodes: int, write: WriteRows) -> Tensor:
         """Return [rows, O], each part of it written by its own layer.
 

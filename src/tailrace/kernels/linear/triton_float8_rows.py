@@ -13,8 +13,6 @@ import triton.language as tl
 
 from tailrace.kernels.dependent_launch import launch_options, take_turn
 from tailrace.kernels.linear.float8_rows import LEAST_SCALE, Float8Rows, empty_rows
-from tailrace.kernels.weight_prefetch.gaps import asked_ahead
-from tailrace.kernels.weight_prefetch.triton import NOT_SPECIALIZED, ask_ahead, past_own
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +59,7 @@ def quantize_rows_kernel(
     _store_float8(x, row, values_ptr, scales_ptr, scales_stride, WIDTH, BLOCK, GROUP)
 
 
-@triton.jit(do_not_specialize=["scales_stride", *NOT_SPECIALIZED])
+@triton.jit(do_not_specialize=["scales_stride"])
 def rms_norm_float8_kernel(
     x_ptr,
     residual_ptr,
@@ -75,27 +73,8 @@ def rms_norm_float8_kernel(
     GROUP: tl.constexpr,
     HAS_X: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    ahead_first=None,
-    first_stride=0,
-    first_piece=0,
-    first_count=0,
-    ahead_second=None,
-    second_stride=0,
-    second_piece=0,
-    second_count=0,
-    AHEAD: tl.constexpr = 0,
-    BULK: tl.constexpr = False,
-    KEPT: tl.constexpr = False,
 ):
     take_turn(DEPENDENT)
-    if AHEAD > 0:
-        program = past_own(AHEAD)
-        if program >= 0:
-            ask_ahead(
-                program, AHEAD, ahead_first, first_stride, first_piece, first_count, ahead_second,
-                second_stride, second_piece, second_count, BULK, KEPT,
-            )  # fmt: skip
-            return
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < WIDTH
@@ -111,37 +90,12 @@ def rms_norm_float8_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["scales_stride", *NOT_SPECIALIZED])
+@triton.jit(do_not_specialize=["scales_stride"])
 def silu_mul_float8_kernel(
-    x_ptr,
-    values_ptr,
-    scales_ptr,
-    scales_stride,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-    ahead_first=None,
-    first_stride=0,
-    first_piece=0,
-    first_count=0,
-    ahead_second=None,
-    second_stride=0,
-    second_piece=0,
-    second_count=0,
-    AHEAD: tl.constexpr = 0,
-    BULK: tl.constexpr = False,
-    KEPT: tl.constexpr = False,
-):
+    x_ptr, values_ptr, scales_ptr, scales_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     take_turn(DEPENDENT)
-    if AHEAD > 0:
-        program = past_own(AHEAD)
-        if program >= 0:
-            ask_ahead(
-                program, AHEAD, ahead_first, first_stride, first_piece, first_count, ahead_second,
-                second_stride, second_piece, second_count, BULK, KEPT,
-            )  # fmt: skip
-            return
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < WIDTH
@@ -177,8 +131,7 @@ def add_rms_norm_float8(
     rows, width = residual_TD.shape
     out = empty_rows(rows, width, group, residual_TD.device)
     if rows:
-        ahead = asked_ahead("norm")
-        rms_norm_float8_kernel[(rows + ahead.programs(),)](
+        rms_norm_float8_kernel[(rows,)](
             residual_TD if x_TD is None else x_TD,
             residual_TD,
             weight_D,
@@ -187,7 +140,6 @@ def add_rms_norm_float8(
             out.scales.stride(1),
             eps,
             HAS_X=x_TD is not None,
-            **ahead.arguments(),
             **_constants(width, group),
         )
     return out
@@ -198,13 +150,11 @@ def silu_mul_float8(gate_up_T2F: Tensor, *, group: int = 0) -> Float8Rows:
     rows, twice = gate_up_T2F.shape
     out = empty_rows(rows, twice // 2, group, gate_up_T2F.device)
     if rows:
-        ahead = asked_ahead("silu")
-        silu_mul_float8_kernel[(rows + ahead.programs(),)](
+        silu_mul_float8_kernel[(rows,)](
             gate_up_T2F,
             out.values,
             out.scales,
             out.scales.stride(1),
-            **ahead.arguments(),
             **_constants(twice // 2, group),
         )
     return out

@@ -258,10 +258,6 @@ class SkinnyLinear:
         """The layer as cuBLAS has it: weight and bias."""
         return self._many
 
-    def streamed(self) -> Tensor:
-        """See `DeviceLinear.streamed`."""
-        return self._many.streamed()
-
     def weight_rows(self, first: int, end: int) -> Tensor:
         """See `PlannedLinear.weight_rows`."""
         return self._many.weight_OI[first:end].float()

@@ -22,8 +22,6 @@ import triton.language as tl
 from tailrace.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
 from tailrace.kernels.kv_scales import UNSCALED, KVScales
 from tailrace.kernels.paged_attention.triton_prefill import LOG2_E
-from tailrace.kernels.weight_prefetch.gaps import asked_ahead
-from tailrace.kernels.weight_prefetch.triton import NOT_SPECIALIZED, ask_ahead, past_own
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +43,7 @@ class DecodeShape:
         return f"{self.block_n} keys, {self.num_warps} warps, {self.num_stages} stages"
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@triton.jit
 def decode_kernel(
     q_ptr,
     k_cache,
@@ -76,28 +74,8 @@ def decode_kernel(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    ahead_first=None,
-    first_stride=0,
-    first_piece=0,
-    first_count=0,
-    ahead_second=None,
-    second_stride=0,
-    second_piece=0,
-    second_count=0,
-    AHEAD: tl.constexpr = 0,
-    BULK: tl.constexpr = False,
-    KEPT: tl.constexpr = False,
 ):
     let_next_start(DEPENDENT)
-    if AHEAD > 0:
-        program = past_own(AHEAD)
-        if program >= 0:
-            wait_for_last(DEPENDENT)
-            ask_ahead(
-                program, AHEAD, ahead_first, first_stride, first_piece, first_count, ahead_second,
-                second_stride, second_piece, second_count, BULK, KEPT,
-            )  # fmt: skip
-            return
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2)
@@ -260,9 +238,7 @@ def decode(
     num_rows, num_heads, head_dim = q_BHD.shape
     num_kv_heads, unit = v_cache.shape[1:3]
     group = num_heads // num_kv_heads
-    plane = num_kv_heads * scratch.max_splits
-    ahead = asked_ahead("attention")
-    decode_kernel[(num_kv_heads, scratch.max_splits, num_rows + ahead.programs(plane))](
+    decode_kernel[(num_kv_heads, scratch.max_splits, num_rows)](
         q_BHD,
         k_cache,
         v_cache,
@@ -293,6 +269,5 @@ def decode(
         SPLIT=shape.split,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
-        **ahead.arguments(plane),
         **launch_options(),
     )

@@ -12,14 +12,12 @@ import triton
 import triton.language as tl
 
 from tailrace.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
-from tailrace.kernels.weight_prefetch.gaps import asked_ahead
-from tailrace.kernels.weight_prefetch.triton import NOT_SPECIALIZED, ask_ahead, past_own
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@triton.jit
 def rms_norm_kernel(
     x_ptr,
     residual_ptr,
@@ -30,28 +28,8 @@ def rms_norm_kernel(
     BLOCK: tl.constexpr,
     HAS_X: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    ahead_first=None,
-    first_stride=0,
-    first_piece=0,
-    first_count=0,
-    ahead_second=None,
-    second_stride=0,
-    second_piece=0,
-    second_count=0,
-    AHEAD: tl.constexpr = 0,
-    BULK: tl.constexpr = False,
-    KEPT: tl.constexpr = False,
 ):
     let_next_start(DEPENDENT)
-    if AHEAD > 0:
-        program = past_own(AHEAD)
-        if program >= 0:
-            wait_for_last(DEPENDENT)
-            ask_ahead(
-                program, AHEAD, ahead_first, first_stride, first_piece, first_count, ahead_second,
-                second_stride, second_piece, second_count, BULK, KEPT,
-            )  # fmt: skip
-            return
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < WIDTH
@@ -90,8 +68,7 @@ def add_rms_norm(
     if rows == 0:
         return out_TD
     block = triton.next_power_of_2(width)
-    ahead = asked_ahead("norm")
-    rms_norm_kernel[(rows + ahead.programs(),)](
+    rms_norm_kernel[(rows,)](
         residual_TD if x_TD is None else x_TD,
         residual_TD,
         weight_D,
@@ -101,7 +78,6 @@ def add_rms_norm(
         BLOCK=block,
         HAS_X=x_TD is not None,
         num_warps=min(max(block // 512, 1), 8),
-        **ahead.arguments(),
         **launch_options(),
     )
     return out_TD

@@ -18,8 +18,6 @@ import triton.language as tl
 from tailrace.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
 from tailrace.kernels.kv_scales import UNSCALED, KVScales
 from tailrace.kernels.linear.float8 import FLOAT8
-from tailrace.kernels.weight_prefetch.gaps import asked_ahead
-from tailrace.kernels.weight_prefetch.triton import NOT_SPECIALIZED, ask_ahead, past_own
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +31,7 @@ def _saturated(x):
     return tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@triton.jit
 def rope_cache_kernel(
     qkv_ptr,
     cos_ptr,
@@ -64,28 +62,8 @@ def rope_cache_kernel(
     HAS_NORM: tl.constexpr,
     IS_FLOAT8: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    ahead_first=None,
-    first_stride=0,
-    first_piece=0,
-    first_count=0,
-    ahead_second=None,
-    second_stride=0,
-    second_piece=0,
-    second_count=0,
-    AHEAD: tl.constexpr = 0,
-    BULK: tl.constexpr = False,
-    KEPT: tl.constexpr = False,
 ):
     let_next_start(DEPENDENT)
-    if AHEAD > 0:
-        program = past_own(AHEAD)
-        if program >= 0:
-            wait_for_last(DEPENDENT)
-            ask_ahead(
-                program, AHEAD, ahead_first, first_stride, first_piece, first_count, ahead_second,
-                second_stride, second_piece, second_count, BULK, KEPT,
-            )  # fmt: skip
-            return
     row = tl.program_id(0).to(tl.int64)
     total: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     heads = tl.arange(0, PADDED)
@@ -180,8 +158,7 @@ def rope_and_cache(
     if rows == 0:
         return q_THD
     has_norm = q_norm is not None and k_norm is not None
-    ahead = asked_ahead("rope")
-    rope_cache_kernel[(rows + ahead.programs(),)](
+    rope_cache_kernel[(rows,)](
         qkv_TE,
         rotary.cos_PD,
         rotary.sin_PD,
@@ -211,7 +188,6 @@ def rope_and_cache(
         HAS_NORM=has_norm,
         IS_FLOAT8=k_cache.dtype == FLOAT8,
         num_warps=4,
-        **ahead.arguments(),
         **launch_options(),
     )
     return q_THD

@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 
 from tailrace.kernels.dependent_launch import launch_options, take_turn
-from tailrace.kernels.weight_prefetch.gaps import asked_ahead
-from tailrace.kernels.weight_prefetch.triton import NOT_SPECIALIZED, ask_ahead, past_own
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,34 +16,11 @@ if TYPE_CHECKING:
 BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@triton.jit
 def silu_mul_kernel(
-    x_ptr,
-    out_ptr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-    ahead_first=None,
-    first_stride=0,
-    first_piece=0,
-    first_count=0,
-    ahead_second=None,
-    second_stride=0,
-    second_piece=0,
-    second_count=0,
-    AHEAD: tl.constexpr = 0,
-    BULK: tl.constexpr = False,
-    KEPT: tl.constexpr = False,
+    x_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):
     take_turn(DEPENDENT)
-    if AHEAD > 0:
-        program = past_own(AHEAD)
-        if program >= 0:
-            ask_ahead(
-                program, AHEAD, ahead_first, first_stride, first_piece, first_count, ahead_second,
-                second_stride, second_piece, second_count, BULK, KEPT,
-            )  # fmt: skip
-            return
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < WIDTH
@@ -66,15 +41,7 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     out_TF = torch.empty(rows, width, dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)
     if rows == 0:
         return out_TF
-    blocks = triton.cdiv(width, BLOCK)
-    ahead = asked_ahead("silu")
-    silu_mul_kernel[(blocks, rows + ahead.programs(blocks))](
-        gate_up_T2F,
-        out_TF,
-        WIDTH=width,
-        BLOCK=BLOCK,
-        num_warps=4,
-        **ahead.arguments(blocks),
-        **launch_options(),
+    silu_mul_kernel[(triton.cdiv(width, BLOCK), rows)](
+        gate_up_T2F, out_TF, WIDTH=width, BLOCK=BLOCK, num_warps=4, **launch_options()
     )
     return out_TF

@@ -1,1 +1,0 @@
-"""The next weight's bytes, asked for while a kernel that leaves memory idle runs."""
