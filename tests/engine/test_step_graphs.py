@@ -8,13 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tailrace.engine import decode_launches
 from tailrace.engine.cuda_runner import CudaRunner
 from tailrace.engine.forward_pass import ForwardPass
 from tailrace.errors import EngineError
 from tailrace.kernels.dependent_launch import launch_options
+from tailrace.kernels.linear.cublas import CublasLinear
 from tailrace.kernels.triton_kernels import TritonKernels
 from tailrace.models.loader import load_model
-from tests.engine.test_cuda_runner import CPU, gpu_runner
+from tests.engine.test_cuda_runner import CPU, SLOTS, gpu_runner
 from tests.support.interpreter import quietly
 from tests.support.tiny import make_tiny_checkpoint
 
@@ -98,6 +100,47 @@ def test_decodes_are_captured_once_more_by_dependent_launches_and_serve_when_ask
     step_graphs.serve_by(before)
     assert step_graphs.graphs == graphs
     assert step_graphs.outputs == before.outputs
+
+
+def test_decodes_serve_by_dependent_launches_where_these_win_and_mixed_steps_never(
+    folder, device_of_graphs, monkeypatch
+):
+    launches = []
+
+    def forward(self, ids, batch, caches, scales=None):
+        dependent = launch_options()["DEPENDENT"]
+        launches.append((batch.num_decodes, len(ids) - batch.num_decodes, dependent))
+        return torch.zeros(len(ids), self.config.hidden_size)
+
+    sampled = []
+
+    def sample(*_):
+        sampled.append(launch_options()["DEPENDENT"])
+        return torch.zeros(1), torch.zeros(1)
+
+    monkeypatch.setattr(ForwardPass, "sample_rows", sample)
+    # The interpreter passes for Hopper.
+    monkeypatch.setattr(decode_launches, "has_dependent_launches", lambda *_: True)
+    monkeypatch.setattr(decode_launches, "LEAST_DECODES", {CublasLinear: 2})
+    runner = gpu_runner(folder, CudaRunner)
+    step_graphs = runner.step_graphs
+    assert step_graphs.dependent_from == 2
+    monkeypatch.setattr(type(runner.model), "forward", forward)
+    runner.capture()
+    frames = list(step_graphs.graphs)
+    assert {frame.decodes for frame in frames if frame.tokens} & {SLOTS}
+    # Each is run once with a layer of each kind, and once as it is captured.
+    expected = [
+        (frame.decodes, frame.tokens, frame.decodes >= 2 and not frame.tokens) for frame in frames
+    ]
+    assert launches == expected * 2
+    assert sampled == [is_dependent for *_, is_dependent in expected] * 2
+    assert {is_dependent for *_, is_dependent in expected} == {False, True}
+    launches.clear()
+    plain = step_graphs.captured_decodes(dependent=False)
+    assert {is_dependent for *_, is_dependent in launches} == {False}
+    assert list(plain.graphs) == [frame for frame in frames if not frame.tokens]
+    assert launch_options()["DEPENDENT"] is False
 
 
 def test_dependent_launches_are_refused_where_the_device_does_not_know_them(folder):

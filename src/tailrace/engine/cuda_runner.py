@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tailrace.engine.decode_launches import least_decodes
 from tailrace.engine.device_faults import check_device, is_out_of_memory
 from tailrace.engine.device_kv import allocate_kv, kv_bytes_per_token
 from tailrace.engine.device_result import DeviceResult, mark
@@ -159,7 +160,8 @@ class CudaRunner:
             self.forward_pass,
             self.sizes,
             shape,
-            has_dependent_launches=has_dependent_launches(kernels.device, kernels.capability),
+            dependent_from=least_decodes(model.layer_linears, self.device, kernels.capability),
+            has_dependent_launches=has_dependent_launches(self.device, kernels.capability),
         )
 
     @property

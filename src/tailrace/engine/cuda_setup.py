@@ -15,6 +15,7 @@ import torch
 from tailrace.engine.accuracy_record import Known, Numerics, known
 from tailrace.engine.cuda_plan import cuda_timer, measure_whole, settle
 from tailrace.engine.cuda_runner import CudaRunner
+from tailrace.engine.decode_launches import describe as describe_launches
 from tailrace.engine.device_faults import is_out_of_memory
 from tailrace.engine.device_kv import allocate_kv, kv_bytes_per_token
 from tailrace.engine.device_sampler import DeviceSampler
@@ -249,6 +250,7 @@ def load_runner(
     times.mark("capture")
     attention = describe(partial(kernels.prefill_shape, loaded.config.head_dim), length)
     log.info("prefill_attention", serves=attention)
+    log.info("decode_launches", serves=describe_launches(runner.step_graphs.dependent_from))
     pool = describe_kv(num_blocks * config.kv_unit_tokens, length, token_bytes)
     log.info("kv_pool", holds=pool)
     kv_words = "" if found is None else f"KV in float8, scales {found.describe()}; "

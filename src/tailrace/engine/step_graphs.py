@@ -43,6 +43,8 @@ class StepGraphs:
         forward_pass: What is captured.
         sizes: The frames.
         shape: Of prompts' attention, for the longest sequence that there can be.
+        dependent_from: From how many sequences on decode steps serve by dependent launches (see
+            decode_launches.py); None: they do not.
         has_dependent_launches: Whether the device knows them.
     """
 
@@ -52,6 +54,7 @@ class StepGraphs:
         sizes: FrameSizes,
         shape: PrefillShape,
         *,
+        dependent_from: int | None = None,
         has_dependent_launches: bool = False,
     ) -> None:
         self.shape = shape
@@ -59,6 +62,7 @@ class StepGraphs:
         self.outputs: dict[Frame, tuple[torch.Tensor, torch.Tensor]] = {}
         self._pass = forward_pass
         self._sizes = sizes
+        self.dependent_from = dependent_from
         self._has_dependent_launches = has_dependent_launches
 
     def replay(self, frame: Frame) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,14 +78,15 @@ class StepGraphs:
             RuntimeError: The device has no memory for them (`is_out_of_memory`); the runner is
                 of no further use.
         """
-        self.serve_by(self._captured(self._sizes.keep(detail)))
+        self.serve_by(self._captured(self._sizes.keep(detail), self.dependent_from))
 
     @torch.inference_mode()
     def captured_decodes(self, *, dependent: bool) -> CapturedSteps:
         """Capture the steps of decodes once more, after `capture`; what serves stays as it is.
 
         Args:
-            dependent: Whether by dependent launches (see kernels/dependent_launch.py).
+            dependent: Whether all of them by dependent launches (see kernels/dependent_launch.py),
+                or none.
 
         Raises:
             EngineError: They are asked for, and the device does not know them.
@@ -89,8 +94,8 @@ class StepGraphs:
         """
         if dependent and not self._has_dependent_launches:
             raise EngineError("dependent launches: this GPU does not know them; Hopper does")
-        with dependent_launches(on=dependent):
-            return self._captured([Frame(size) for size in reversed(self._sizes.buckets)])
+        frames = [Frame(size) for size in reversed(self._sizes.buckets)]
+        return self._captured(frames, 1 if dependent else None)
 
     def serve_by(self, steps: CapturedSteps) -> CapturedSteps:
         """Let these serve instead of those of the same frames; return all that served before."""
@@ -99,9 +104,12 @@ class StepGraphs:
         self.outputs.update(steps.outputs)
         return before
 
-    def _captured(self, frames: Sequence[Frame]) -> CapturedSteps:
-        """Capture frames, the largest first."""
-        runs = [self._warmed(frame) for frame in frames]
+    def _captured(self, frames: Sequence[Frame], dependent_from: int | None) -> CapturedSteps:
+        """Capture frames, the largest first; decodes alone, if so many, by dependent launches."""
+        runs = []
+        for frame in frames:
+            is_many = dependent_from is not None and frame.decodes >= dependent_from
+            runs.append(self._warmed(frame, dependent=is_many and not frame.tokens))
         steps = CapturedSteps({}, {})
         stream, pool = torch.cuda.Stream(self._pass.device), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
         with quietly():
@@ -109,7 +117,9 @@ class StepGraphs:
                 steps.graphs[frame], steps.outputs[frame] = captured(run, stream, pool)
         return steps
 
-    def _warmed(self, frame: Frame) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    def _warmed(
+        self, frame: Frame, *, dependent: bool
+    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
         """Run a frame with one layer of each kind, and return what runs all of them.
 
         The run compiles, loads kernels and chooses cuBLAS's algorithms, none of which a capture
@@ -129,13 +139,15 @@ class StepGraphs:
         scales = None if places.kv_scales is None else [places.kv_scales[index] for index in layers]
         caches = [places.kv_caches[index] for index in layers]
         places.tables.gather(arrays["table_rows"])
-        hidden = places.through(model, places.input_ids(arrays), batch, caches, scales)
-        places.sample_rows(hidden, arrays["sample_rows"], arrays["sample_slots"])
+        with dependent_launches(on=dependent):
+            hidden = places.through(model, places.input_ids(arrays), batch, caches, scales)
+            places.sample_rows(hidden, arrays["sample_rows"], arrays["sample_slots"])
         if places.device.type == "cuda":
             torch.cuda.synchronize(places.device)  # the arrays are overwritten by the next frame's
 
         def run() -> tuple[torch.Tensor, torch.Tensor]:
-            hidden = places.hidden(arrays, batch)
-            return places.sample_rows(hidden, arrays["sample_rows"], arrays["sample_slots"])
+            with dependent_launches(on=dependent):
+                hidden = places.hidden(arrays, batch)
+                return places.sample_rows(hidden, arrays["sample_rows"], arrays["sample_slots"])
 
         return run

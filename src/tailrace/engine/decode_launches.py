@@ -1,0 +1,75 @@
+"""From how many sequences on a captured decode step is launched dependently, by what multiplies.
+
+    sequences             1 ..... 16     17 ........
+    half precision        plain          dependent
+    quantised weights     plain          plain: not measured
+
+The bits are the same either way (kernels/dependent_launch.py). Measured on an H200
+(`benchmarks/gpu_engine.py --launches`, docs/performance.md), so it holds for Hopper alone. A step
+that has prompt tokens beside its decodes is plain.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tailrace.kernels.dependent_launch import has_dependent_launches
+from tailrace.kernels.linear.cublas import CublasLinear
+from tailrace.kernels.linear.float8_linear import Float8Linear
+from tailrace.kernels.linear.int4_linear import Int4Linear
+from tailrace.kernels.linear.phased_linear import PhasedLinear
+from tailrace.kernels.linear.triton_skinny import SkinnyLinear
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    import torch
+
+    from tailrace.kernels.attention_shapes import Capability
+    from tailrace.kernels.kernels import Linear
+
+LEAST_DECODES: Mapping[type, int | None] = {
+    CublasLinear: 17,
+    SkinnyLinear: 17,
+    Int4Linear: None,
+    Float8Linear: None,
+}
+"""The least batch size that wins by each kind of layer; None: plain.
+
+Half precision saves 75 to 126 us of a step at 20 to 50 sequences, at 128 from nothing to 138. Up to
+16 it loses 85 to 100: all of its layers are our own kernel's there, which then asks for its weight
+before its turn. Quantised weights were not measured.
+"""
+
+MEASURED = (9, 0)
+"""The compute capability that the table holds for."""
+
+
+def least_decodes(
+    linears: Iterable[Linear], device: torch.device, capability: Capability
+) -> int | None:
+    """Return from how many sequences on decode steps are launched dependently; None: never.
+
+    Args:
+        linears: A model's layers. Of two copies of a weight, the one that serves decodes counts.
+        device: That serves.
+        capability: Its compute capability.
+    """
+    if not has_dependent_launches(device, capability) or capability != MEASURED:
+        return None
+    least = 0
+    for kind in {_kind(linear) for linear in linears}:
+        wins = LEAST_DECODES.get(kind)
+        if wins is None:
+            return None
+        least = max(least, wins)
+    return least or None
+
+
+def _kind(linear: Linear) -> type:
+    return type(linear.few if isinstance(linear, PhasedLinear) else linear)
+
+
+def describe(least: int | None) -> str:
+    """Say in a few words how decode steps are launched."""
+    return "plain" if least is None else f"dependent from {least} sequences on"
