@@ -118,9 +118,7 @@ def candidates(rows: int) -> tuple[Shape, ...]:
     )
 
     modules = (triton_hopper_int4, triton_hopper_int4_bands, triton_hopper_int4_few)
-    shapes = (shape for module in modules for shape in module.CANDIDATES.get(rows, ()))
-    # Bands of weights that are scaled first hang on an H200.
-    return tuple(shape for shape in shapes if not getattr(shape, "is_scaled", False))
+    return tuple(shape for module in modules for shape in module.CANDIDATES.get(rows, ()))
 
 
 def all_kinds() -> list[Kind]:
@@ -151,7 +149,7 @@ def usual_shapes(rows: int, outputs: int) -> tuple[Shape, ...]:
 
     return (
         triton_hopper_int4.shape_for(rows, outputs)[1],
-        triton_hopper_int4_bands.shape_for(rows, outputs, is_scaled=False)[1],
+        triton_hopper_int4_bands.shape_for(rows, outputs)[1],
     )
 
 

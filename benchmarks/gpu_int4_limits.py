@@ -87,7 +87,6 @@ def part_kernel(
     units,
     span,
     TILE: gl.constexpr,
-    SCALED: gl.constexpr,
     STAGES: gl.constexpr,
     PART: gl.constexpr,
 ):
@@ -120,7 +119,7 @@ def part_kernel(
         pointers = (bias_ptr, out_ptr, part_ptr, arrivals)
         common = (rings, bars, pointers, sizes, low, high)
         gl.warp_specialize(
-            [(consume, (common, TILE, SCALED, False)), (_pretend, (bars, low, high))], [1], [24]
+            [(consume, (common, TILE, False)), (_pretend, (bars, low, high))], [1], [24]
         )
 
 
@@ -144,7 +143,7 @@ def launch(
         *descriptors(x, weight, shape.box, block_m, STEP.value),
         x, out, scratch.parts, scratch.arrivals,
         rows, weight.outputs, padded, chunks, cut.tiles * chunks, cut.span,
-        TILE=shape.tile, SCALED=shape.is_scaled,
+        TILE=shape.tile,
         STAGES=shape.stages(block_m, weight.chunk), PART=part,
         num_warps=shape.warps, maxnreg=shape.registers,
     )  # fmt: skip

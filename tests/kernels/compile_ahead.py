@@ -254,7 +254,7 @@ def hopper_band_cases(kind: int) -> Iterator[Case]:
     for rows, chunk, shape in kinds.values():
         half = "bf16" if chunk == 128 else "fp16"
         constants = {
-            "TILE": shape.tile, "SCALED": shape.is_scaled, "CHUNKS_A_GROUP": 1, "HAS_BIAS": True,
+            "TILE": shape.tile, "CHUNKS_A_GROUP": 1, "HAS_BIAS": True,
             "STAGES": shape.stages(rows, chunk),
         }  # fmt: skip
         yield Case(

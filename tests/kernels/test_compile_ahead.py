@@ -97,5 +97,4 @@ def check_pipelines(kernels):
         assert len(entry.get("pipelines", [])) == is_one, entry
         for loop in entry.get("pipelines", []):
             assert loop["products"] == 4 * loop["commits"], entry  # of 16 inputs each
-            # Whole numbers are waited for once a chunk.
-            assert loop["drains"] == ("whole" in entry["name"] or loop["commits"] == 1), entry
+            assert loop["drains"] == 1, entry  # once a chunk

@@ -67,9 +67,9 @@ class Packed:
         self.codes = torch.empty(inputs // 128, 1, 1)
 
 
-def ways_of(monkeypatch, name, count=132, unrounded=128):
+def ways_of(monkeypatch, name, count=132):
     monkeypatch.setattr(table, "multiprocessors", lambda device: count)
-    return table.ways(Packed(*LAYERS[name]), CPU, unrounded)
+    return table.ways(Packed(*LAYERS[name]), CPU)
 
 
 @pytest.fixture
@@ -115,7 +115,6 @@ def test_every_name_of_the_table_is_one_of_its_class():
         for rows, name in zip(CLASSES, names, strict=True):
             known = {shape.words for module in GLUON for shape in module.CANDIDATES.get(rows, ())}
             assert name in known | {table.TRITON}
-            assert not name.endswith("scaled")
 
 
 @pytest.mark.parametrize("kernel", FOUR)
@@ -152,19 +151,6 @@ def test_all_kernels_are_candidates_in_the_classes_that_they_take(monkeypatch, n
     assert ways.compiles_long
 
 
-@pytest.mark.parametrize("unrounded", [0, 16, 64, 128])
-@pytest.mark.parametrize("name", LAYERS)
-def test_weights_that_are_rounded_are_no_plans_to_choose(monkeypatch, name, unrounded):
-    ways = ways_of(monkeypatch, name, unrounded=unrounded)
-    for rows in CLASSES:
-        scaled = [words for words in ways.options(rows) if words.endswith("scaled")]
-        if rows <= unrounded:
-            assert not scaled
-        else:
-            assert scaled == ways.options(rows)
-            assert len(scaled) == 1
-
-
 def test_an_order_that_was_nowhere_faster_is_asked_about_only_where_it_serves(monkeypatch):
     usual = ways_of(monkeypatch, "o").options(16)
     assert not [name for name in usual if name.endswith(("two units", "in turn"))]
@@ -182,18 +168,17 @@ def test_a_workspace_has_room_for_whatever_may_serve(monkeypatch, name):
     workspace = Workspace(CPU, torch.bfloat16)
     workspace.reserve(outputs=outputs, splits=1, rows=128, **table.room(Packed(*LAYERS[name]), CPU))
     parts, arrivals = workspace.scratch.parts.numel(), workspace.scratch.arrivals.numel()
-    scaled = [table.shape_for(rows, outputs, is_scaled=True) for rows in CLASSES]
     options = [(rows, shape) for rows in CLASSES for shape in ways._options[rows].values()]
     seen = set()
-    for rows, shape in (*options, *scaled):
+    for rows, shape in options:
         if not hasattr(shape, "cut"):
             continue
         seen.add(table.kernel_words(shape))
         cut = shape.cut(outputs, inputs // 128, 132)
         assert shape.parts(outputs, inputs // 128, rows, 132) <= parts
-        counted = cut.programs if hasattr(shape, "is_scaled") else cut.tiles * shape.sides
+        counted = cut.tiles * shape.sides if hasattr(shape, "sides") else cut.programs
         assert counted <= arrivals
-    assert seen == {"for Hopper", "for Hopper in bands", "scaled in half precision"}
+    assert seen == {"for Hopper", "for Hopper in bands"}
 
 
 # Layers
@@ -270,28 +255,6 @@ def test_each_class_of_rows_goes_by_its_own_kernel(monkeypatch, kernel):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("unrounded", "name"),
-    [(128, ""), (64, ", scaled in half precision above 64 rows"),
-     (16, ", scaled in half precision above 16 rows"),
-     (0, ", scaled in half precision above 0 rows")],
-)  # fmt: skip
-def test_weights_are_scaled_first_beyond_the_rows_that_are_not_rounded(
-    monkeypatch, on_hopper, unrounded, name
-):
-    monkeypatch.setattr(int4_linear, "rows_unrounded", lambda outputs, inputs: unrounded)
-    *_, layer = layer_of()
-    assert layer.name == f"Triton 4 bits in groups of 128{name}"
-    shapes = [layer.by_codes.of(most) for most in CLASSES]
-    assert [getattr(shape, "is_scaled", False) for shape in shapes] == [
-        most > unrounded for most in CLASSES
-    ]
-
-
-def test_nobody_is_served_by_rounded_weights_before_they_were_measured():
-    assert {int4_linear.rows_unrounded(*sizes) for sizes in LAYERS.values()} == {128}
-
-
 def test_elsewhere_a_layer_goes_by_tritons_tiles_alone():
     *_, layer = layer_of()
     assert layer.name == "Triton 4 bits in groups of 128"
@@ -336,8 +299,8 @@ def test_a_plans_winner_serves(interpreter, on_hopper, kernel):
 
 @pytest.mark.parametrize(
     ("most", "name"),
-    [("rows16", "magic"), ("rows64", "4 slices"), ("rows16", "256/8/1/4 scaled"),
-     ("rows128", "128/8/1/4 scaled"), ("rows128", "512/8/1/4 whole"),
+    [("rows16", "magic"), ("rows64", "4 slices"), ("rows16", "256/8/1/5 whole"),
+     ("rows128", "512/8/1/4 whole"),
      ("rows16", "2/1/4 two units")],
 )  # fmt: skip
 def test_a_winner_that_is_no_candidate_is_refused_and_changes_nothing(on_hopper, most, name):
@@ -348,14 +311,14 @@ def test_a_winner_that_is_no_candidate_is_refused_and_changes_nothing(on_hopper,
     assert [layer.by_codes.serving(rows) for rows in CLASSES] == serving
 
 
-def test_a_kept_plan_with_a_winner_that_rounds_weights_is_asked_again(on_hopper):
+def test_a_kept_plan_with_a_winner_that_is_no_candidate_is_asked_again(on_hopper):
     kernels, _, layer = kernels_of()
-    kept = plan_of(layer, rows16="4 slices", rows32="256/8/1/4 scaled", rows64="64/1 magic")
+    kept = plan_of(layer, rows16="4 slices", rows32="256/8/1/5 whole", rows64="64/1 magic")
     found = strangers(kept, kernels, 16, kv_dtype=torch.float16, unit=8)
     assert [choice.sizes for choice in found] == [class_words(32), class_words(64)]
 
 
-def test_they_are_asked_about_last_and_none_of_them_rounds(on_hopper):
+def test_they_are_asked_about_last(on_hopper):
     kernels, _, layer = kernels_of()
     asked = list(
         questions(kernels, Heads(2, 1, 16), longest=40, kv_dtypes=(torch.float16,), unit=8)
@@ -366,7 +329,6 @@ def test_they_are_asked_about_last_and_none_of_them_rounds(on_hopper):
     assert class_words(MANY) in [q.sizes for q in asked[:-4]]
     assert {q.operation for q in by_codes} == {words_of(layer)}
     for question in by_codes:
-        assert not [name for name in question.candidates if name.endswith("scaled")]
         assert question.default == layer.by_codes.serving(int(question.sizes.split()[2]))
 
 

@@ -30,10 +30,8 @@ def _unpack(magic: int, dtype: torch.dtype) -> _Meaning:
     return run
 
 
-def _pair(
-    magic: int, shifts: tuple[int, int], dtype: torch.dtype, *, scaled: bool
-) -> tuple[str, int, _Meaning]:
-    """Return what gives two nibbles of int16 as floats, plus their offsets, perhaps times a scale.
+def _pair(magic: int, shifts: tuple[int, int], dtype: torch.dtype) -> tuple[str, int, _Meaning]:
+    """Return what gives two nibbles of int16 as floats, plus their offsets.
 
     In float16 the second nibble stays where it is, as 16 x what it is, and has an offset of its
     own.
@@ -42,9 +40,8 @@ def _pair(
 
     def run(args: list[Array]) -> list[torch.Tensor]:
         codes, *offsets = (x.data for x in args)
-        scale = offsets.pop() if scaled else torch.ones((), dtype=dtype)
-        if {codes.dtype, *(x.dtype for x in offsets)} != {torch.int16} or scale.dtype != dtype:
-            raise GluonFaultError(f"codes, offsets and scales in {[x.data.dtype for x in args]}")
+        if {codes.dtype, *(x.dtype for x in offsets)} != {torch.int16}:
+            raise GluonFaultError(f"codes and offsets in {[x.data.dtype for x in args]}")
         wide = codes.int() & 0xFFFF
         results = []
         for nibble, shift in enumerate(shifts):
@@ -53,23 +50,21 @@ def _pair(
             value = (bits | magic).short().view(dtype)
             offset = offsets[-1 if is_high else 0].contiguous().view(dtype)
             # One rounding, of a product and a sum: exact in either half.
-            steps = (value.float() / (16 if is_high else 1) + offset.float()).to(dtype)
-            results.append(steps * scale)
+            results.append((value.float() / (16 if is_high else 1) + offset.float()).to(dtype))
         return results
 
-    return "=r,=r,r" + ",r" * (count + scaled), 2, run
+    return "=r,=r,r" + ",r" * count, 2, run
 
 
 def _pairs() -> dict[str, tuple[str, int, _Meaning]]:
     """Return the assembler of `triton_hopper_int4_bands`."""
     found = {}
-    for prefix, scaled in (("", False), ("SCALED_", True)):
-        for half, magic, dtype in (
-            ("BFLOAT16", 0x4300, torch.bfloat16), ("FLOAT16", 0x6400, torch.float16),
-        ):  # fmt: skip
-            for place, shifts in (("LOW", (0, 4)), ("HIGH", (8, 12))):
-                text = getattr(bands, f"{prefix}{half}_{place}")
-                found[str(plain(text))] = _pair(magic, shifts, dtype, scaled=scaled)
+    for half, magic, dtype in (
+        ("BFLOAT16", 0x4300, torch.bfloat16), ("FLOAT16", 0x6400, torch.float16),
+    ):  # fmt: skip
+        for place, shifts in (("LOW", (0, 4)), ("HIGH", (8, 12))):
+            text = getattr(bands, f"{half}_{place}")
+            found[str(plain(text))] = _pair(magic, shifts, dtype)
     return found
 
 

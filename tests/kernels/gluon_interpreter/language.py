@@ -110,7 +110,6 @@ class Language:
         self.replaced: dict[int, object] = {
             id(gl): self.gl, id(mbarrier): self.mbarrier, id(tma): self.tma,
             id(products.THEIRS["warpgroup_mma"]): multiplier.multiply,
-            id(products.THEIRS["warpgroup_mma_init"]): multiplier.init,
             id(products.THEIRS["warpgroup_mma_wait"]): multiplier.wait,
             id(products.THEIRS["fence_async_shared"]): self.fence_async_shared,
         }  # fmt: skip

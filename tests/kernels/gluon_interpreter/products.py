@@ -28,7 +28,6 @@ THEIRS = {
     name: getattr(hopper, name)
     for name in (
         "warpgroup_mma",
-        "warpgroup_mma_init",
         "warpgroup_mma_wait",
         "fence_async_shared",
     )
@@ -107,12 +106,6 @@ class Multiplier:
         language.me.products.append(product)
         pending = InFlight(product, acc.shape, acc.dtype, acc.layout)
         return self.wait(0, [pending]) if not truth(is_async) else pending
-
-    def init(self, value: object) -> object:
-        """Return sums as what a product adds to; its result is of that kind, too."""
-        if not isinstance(value, Array):
-            raise GluonFaultError(f"sums begin with {value!r}")
-        return value
 
     def wait(self, num_outstanding: object = 0, deps: Sequence[object] | None = None) -> object:
         language = self._language

@@ -8,7 +8,6 @@
 All multiply whole numbers, and scale sums in float32: no weight is rounded, so a plan may choose
 among them. Each shape of Hopper's cuts sums at places of its own: within a class of rows a row's
 result depends on nothing beside it, and the last bits may differ from one class to the next.
-Bands of weights that are scaled first round them, so they are no plan's to choose.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from tailrace.kernels.linear.triton_hopper_int4_bands import (
     BandShape,
     int4_bands,
     reserved,
-    shape_for,
 )
 from tailrace.kernels.linear.triton_hopper_int4_few import CANDIDATES as FEW
 from tailrace.kernels.linear.triton_hopper_int4_few import FewShape, int4_few
@@ -77,26 +75,20 @@ def served(outputs: int, inputs: int) -> tuple[str, str, str, str]:
     )
 
 
-def ways(weight: PackedInt4, device: torch.device, unrounded: int) -> Ways[object]:
+def ways(weight: PackedInt4, device: torch.device) -> Ways[object]:
     """Return what can serve a layer up to 128 rows, by the usual classes of them.
 
     Args:
         weight: Of the layer.
         device: A Hopper GPU.
-        unrounded: Classes beyond so many rows go by weights that are scaled first, and by nothing
-            else.
     """
     count = multiprocessors(device)
     names = served(weight.outputs, weight.inputs)
-    classes: dict[int, dict[str, Shape]] = {}
-    for (most_rows, tiles), name in zip(
-        tile_options(weight.outputs * weight.inputs).items(), names, strict=True
-    ):
-        if most_rows > unrounded:
-            _, scaled = shape_for(most_rows, weight.outputs, is_scaled=True)
-            classes[most_rows] = {scaled.words: scaled}
-            continue
-        classes[most_rows] = options(weight, most_rows, name, tiles, count)
+    tiles = tile_options(weight.outputs * weight.inputs)
+    classes = {
+        most_rows: options(weight, most_rows, name, tiles[most_rows], count)
+        for most_rows, name in zip(tiles, names, strict=True)
+    }
     return Ways(classes, compiles_long=True)
 
 
@@ -116,10 +108,9 @@ def options(
         count: Multiprocessors.
     """
     hoppers = [shape for shape in HOPPER[most_rows] if shape.fits(weight.codes.shape[0])]
-    bands = [shape for shape in BANDS[most_rows] if not shape.is_scaled]
     few = [shape for shape in FEW.get(most_rows, ()) if shape.fits(weight.outputs, count)]
     pairs = [shape for shape in hoppers if shape.order == "pair"]
-    asked: tuple[Shape, ...] = (*pairs, *bands, *few)
+    asked: tuple[Shape, ...] = (*pairs, *BANDS[most_rows], *few)
     found: dict[str, Shape] = {**tiles, **{shape.words: shape for shape in asked}}
     known = found | {shape.words: shape for shape in hoppers}
     first = name if name in known else next(iter(tiles))
@@ -140,7 +131,7 @@ def kernel_words(shape: object) -> str:
     if isinstance(shape, FewShape):
         return "for Hopper in slices"
     if isinstance(shape, BandShape):
-        return "scaled in half precision" if shape.is_scaled else "for Hopper in bands"
+        return "for Hopper in bands"
     return TILES
 
 

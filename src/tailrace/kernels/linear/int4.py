@@ -8,7 +8,7 @@ rows, two codes a byte, nothing interleaved. Its `dequantize` is the truth for t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -81,13 +81,6 @@ class GroupInt4:
         # In float32: a code less a zero has 5 bits, a scale at most 11.
         steps = codes.to(torch.float32) - self.zeros.to(torch.float32).unsqueeze(-1)
         return (steps * self.scales.to(torch.float32).unsqueeze(-1)).flatten(1).to(dtype)
-
-    def scaled(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [N, K] that a kernel multiplies by which scales in `dtype`.
-
-        The scale is rounded first, which changes nothing where it is in `dtype` already.
-        """
-        return replace(self, scales=self.scales.to(dtype)).dequantize(dtype)
 
 
 def quantize_groups(

@@ -1,8 +1,7 @@
 """A linear layer over 4-bit weights on a GPU: few rows by the codes, many by what they stand for.
 
 `triton_int4` multiplies few rows; on Hopper one of several kernels over the same codes does, by a
-table or a plan (`hopper_int4_ways`). All multiply whole numbers, so no weight is rounded;
-`triton_hopper_int4_bands` can round them, for speed, and serves nobody so yet (`rows_unrounded`).
+table or a plan (`hopper_int4_ways`). All multiply whole numbers, so no weight is rounded.
 
 Up to `MOST_ROWS` rows a product is bound by the weight's bytes, and the codes are a quarter of
 them. Beyond, arithmetic counts: the weight is written out in half precision, into a buffer that all
@@ -46,15 +45,6 @@ def has_hopper_kernel(capability: tuple[int, int] | None, release: str) -> bool:
     return capability == (9, 0) and release.startswith(_GLUON)
 
 
-def rows_unrounded(outputs: int, inputs: int) -> int:  # noqa: ARG001 - a layer's sizes will decide
-    """Return up to how many rows of a layer a Hopper GPU multiplies by weights as they are.
-
-    Classes of more, up to `MOST_ROWS`, go by the kernel that scales weights in half precision
-    first. None do: it has not run on a GPU yet (gpu_int4.py checks and times it).
-    """
-    return MOST_ROWS
-
-
 def _is_hopper(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
@@ -64,9 +54,9 @@ def _is_hopper(device: torch.device) -> bool:
 class Int4Linear:
     """x @ weight.T + bias.
 
-    Up to `rows_unrounded` no weight is rounded. Up to `MOST_ROWS` sums are float32, and a row's sum
-    is cut at the same places whatever is beside it: at one set of places by Triton's kernel, and by
-    each other one that serves a class of rows (16, 32, 64, 128).
+    Up to `MOST_ROWS` no weight is rounded, sums are float32, and a row's sum is cut at the same
+    places whatever is beside it: at one set of places by Triton's kernel, and by each other one
+    that serves a class of rows (16, 32, 64, 128).
 
     Args:
         weight: Of any device; may be freed after packing.
@@ -92,8 +82,7 @@ class Int4Linear:
         if _is_hopper(workspace.device):
             from tailrace.kernels.linear import hopper_int4_ways  # noqa: PLC0415 - see _GLUON
 
-            unrounded = rows_unrounded(self._weight.outputs, self._weight.inputs)
-            self._tiles = hopper_int4_ways.ways(self._weight, workspace.device, unrounded)
+            self._tiles = hopper_int4_ways.ways(self._weight, workspace.device)
             self._multiply = hopper_int4_ways.multiply
             self._words = hopper_int4_ways.kernel_words
             room = hopper_int4_ways.room(self._weight, workspace.device)

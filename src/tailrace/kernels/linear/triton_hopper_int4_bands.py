@@ -7,13 +7,8 @@ tensor cores multiply the one before:
     warps         unpack 0 | unpack 1  | unpack 2  | ...      before unpack i + 1: wait for i - 1
     tensor cores           | product 0 | product 1 | ...
 
-In one of two ways:
-
-    whole     code - zero is multiplied; a band's sums of a chunk are scaled in float32 when they
-              are there, and nothing is in flight from one chunk to the next. No weight is rounded.
-    scaled    w = (code - zero) * scale, the scale and each product rounded to the rows' dtype, is
-              multiplied, as AutoAWQ and vLLM do. One accumulator a band runs over all inputs of a
-              tile, touched by nothing else, and a product is in flight from each chunk to the next.
+code - zero, a whole number, is multiplied; a band's sums of a chunk are scaled in float32 when they
+are there, and nothing is in flight from one chunk to the next. No weight is rounded.
 
 Parts of a tile meet pair by pair (`_met`); `triton_hopper_ring` says what the rest is.
 """
@@ -29,7 +24,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -63,7 +57,7 @@ STEP = gl.constexpr(_STEP)
 
 # A register holds two neighbouring int16 words, and a word four nibbles; $0 and $1 become the
 # floats of two nibbles of both. $3 (and $4 in float16) hold minus the zero point with the
-# exponent's offset, the last argument the scale, twice each. 0xea is (a & b) | c.
+# exponent's offset, twice each. 0xea is (a & b) | c.
 _BFLOAT16 = """
 {
     .reg .b32 shifted, value, one;
@@ -88,55 +82,40 @@ _FLOAT16 = """
     fma.rn.f16x2 $1, value, sixteenth, $4;
 }
 """
-_SCALING = {
-    _BFLOAT16: "    mul.rn.bf16x2 $0, $0, $4;\n    mul.rn.bf16x2 $1, $1, $4;\n}",
-    _FLOAT16: "    mul.rn.f16x2 $0, $0, $5;\n    mul.rn.f16x2 $1, $1, $5;\n}",
-}
 
 
-def _assembler(text: str, *, high: bool, scaled: bool) -> gl.constexpr:
-    scaling = _SCALING[text] if scaled else "}"
+def _assembler(text: str, *, high: bool) -> gl.constexpr:
     first = "shr.u32 shifted, $2, 8;" if high else "mov.b32 shifted, $2;"
-    text = text.replace("FIRST", first).replace("SECOND", "12" if high else "4")
-    return gl.constexpr(text.replace("}", scaling))
+    return gl.constexpr(text.replace("FIRST", first).replace("SECOND", "12" if high else "4"))
 
 
-BFLOAT16_LOW = _assembler(_BFLOAT16, high=False, scaled=False)
-BFLOAT16_HIGH = _assembler(_BFLOAT16, high=True, scaled=False)
-FLOAT16_LOW = _assembler(_FLOAT16, high=False, scaled=False)
-FLOAT16_HIGH = _assembler(_FLOAT16, high=True, scaled=False)
-SCALED_BFLOAT16_LOW = _assembler(_BFLOAT16, high=False, scaled=True)
-SCALED_BFLOAT16_HIGH = _assembler(_BFLOAT16, high=True, scaled=True)
-SCALED_FLOAT16_LOW = _assembler(_FLOAT16, high=False, scaled=True)
-SCALED_FLOAT16_HIGH = _assembler(_FLOAT16, high=True, scaled=True)
+BFLOAT16_LOW = _assembler(_BFLOAT16, high=False)
+BFLOAT16_HIGH = _assembler(_BFLOAT16, high=True)
+FLOAT16_LOW = _assembler(_FLOAT16, high=False)
+FLOAT16_HIGH = _assembler(_FLOAT16, high=True)
 
 
 @gluon.jit
-def _nibbles(codes, meta, dtype: gl.constexpr, IS_HIGH: gl.constexpr, SCALED: gl.constexpr):
-    """Return two nibbles' weights, in `dtype`, each [BAND, CHUNK / 4], from int16 of that shape."""
+def _nibbles(codes, meta, dtype: gl.constexpr, IS_HIGH: gl.constexpr):
+    """Return code - zero of two nibbles, in `dtype`, each [BAND, CHUNK / 4], from int16 of that."""
     zeros = meta & 15
-    scale = (scale_of(meta).to(dtype).broadcast_to(codes.shape),) if SCALED else ()
     if dtype == gl.bfloat16:
-        whole: gl.constexpr = BFLOAT16_HIGH if IS_HIGH else BFLOAT16_LOW
-        scaled: gl.constexpr = SCALED_BFLOAT16_HIGH if IS_HIGH else SCALED_BFLOAT16_LOW
         offsets = (zeros | 0xC300).to(gl.int16)[:, None].broadcast_to(codes.shape)
         w0, w1 = gl.inline_asm_elementwise(
-            scaled if SCALED else whole,
-            "=r,=r,r,r,r" if SCALED else "=r,=r,r,r",
-            args=(codes, offsets) + scale,  # noqa: RUF005 - Gluon knows no stars
+            BFLOAT16_HIGH if IS_HIGH else BFLOAT16_LOW,
+            "=r,=r,r,r",
+            args=(codes, offsets),
             dtype=(gl.bfloat16, gl.bfloat16),
             is_pure=True,
             pack=2,
         )
     else:
-        whole16: gl.constexpr = FLOAT16_HIGH if IS_HIGH else FLOAT16_LOW
-        scaled16: gl.constexpr = SCALED_FLOAT16_HIGH if IS_HIGH else SCALED_FLOAT16_LOW
         offsets = (zeros | 0xE400).to(gl.int16)[:, None].broadcast_to(codes.shape)
         sixteenths = ((zeros << 4) | 0xD400).to(gl.int16)[:, None].broadcast_to(codes.shape)
         w0, w1 = gl.inline_asm_elementwise(
-            scaled16 if SCALED else whole16,
-            "=r,=r,r,r,r,r" if SCALED else "=r,=r,r,r,r",
-            args=(codes, offsets, sixteenths) + scale,  # noqa: RUF005
+            FLOAT16_HIGH if IS_HIGH else FLOAT16_LOW,
+            "=r,=r,r,r,r",
+            args=(codes, offsets, sixteenths),
             dtype=(gl.float16, gl.float16),
             is_pure=True,
             pack=2,
@@ -145,24 +124,17 @@ def _nibbles(codes, meta, dtype: gl.constexpr, IS_HIGH: gl.constexpr, SCALED: gl
 
 
 @gluon.jit
-def _weights(
-    codes,
-    meta,
-    dtype: gl.constexpr,
-    step: gl.constexpr,
-    layout: gl.constexpr,
-    SCALED: gl.constexpr,
-):
-    """Return [BAND, STEP] of weights, in registers, from int16 [BAND, CHUNK / 4]."""
+def _weights(codes, meta, dtype: gl.constexpr, step: gl.constexpr, layout: gl.constexpr):
+    """Return [BAND, STEP] of code - zero, in registers, from int16 [BAND, CHUNK / 4]."""
     # The same registers hold them: a thread's outputs are those of its sums.
     meta = gl.convert_layout(meta, gl.SliceLayout(1, layout), assert_trivial=True)
     # Nibble i is the i-th quarter of the chunk: the quarters side by side, without a move.
     if codes.shape[1] * 4 == STEP:
-        w0, w1 = _nibbles(codes, meta, dtype, False, SCALED)
-        w2, w3 = _nibbles(codes, meta, dtype, True, SCALED)
+        w0, w1 = _nibbles(codes, meta, dtype, False)
+        w2, w3 = _nibbles(codes, meta, dtype, True)
         quarters = gl.join(gl.join(w0, w1), gl.join(w2, w3)).permute(0, 3, 2, 1)
     else:
-        w0, w1 = _nibbles(codes, meta, dtype, step == 1, SCALED)
+        w0, w1 = _nibbles(codes, meta, dtype, step == 1)
         quarters = gl.join(w0, w1).permute(0, 2, 1)
     return gl.convert_layout(quarters.reshape(codes.shape[0], STEP), layout, assert_trivial=True)
 
@@ -174,41 +146,7 @@ def _put(accs, band: gl.constexpr, acc):
 
 
 @gluon.jit
-def _scaled(accs, rings, bars, slot, before, is_held, sums: gl.constexpr):
-    """Return the sums with a unit's begun products; hand back the slot before, if it `is_held`."""
-    codes_ring, x_ring, meta_rows = rings
-    meta_ring = flat(meta_rows)
-    full, free = bars
-    BANDS: gl.constexpr = len(accs)
-    BAND: gl.constexpr = 16 * gl.num_warps()
-    BOXES: gl.constexpr = codes_ring.shape[0] // full.shape[0]
-    BOX: gl.constexpr = codes_ring.shape[1]
-    STEPS: gl.constexpr = x_ring.shape[0] // full.shape[0]
-    dtype: gl.constexpr = x_ring.dtype
-    left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
-    # A product reads its registers until it is done: a loop's only step would unpack into them.
-    FLYING: gl.constexpr = 1 if BANDS * STEPS > 1 else 0
-    for band in gl.static_range(BANDS):
-        box = slot * BOXES + band * BAND // BOX
-        codes = codes_ring.index(box).slice(band * BAND % BOX, BAND)
-        meta = meta_of(meta_ring, box, band * BAND % BOX, BAND, sums)
-        for step in gl.static_range(STEPS):
-            # Loaded again: with the first step's words, all of a band would be unpacked before its
-            # first product begins.
-            words = codes.load(left)
-            w = _weights(words, meta, dtype, step, left, True)
-            x = x_ring.index(slot * STEPS + step).permute((1, 0))
-            accs = _put(accs, band, warpgroup_mma(w, x, accs[band], is_async=True))
-            # For all but this product: the one before has left its registers.
-            w = warpgroup_mma_wait(FLYING, deps=[w])
-            if band == 0 and step == 0:
-                gl.thread_barrier()  # all warps are done with the unit before
-                mbarrier.arrive(free.index(before), count=1, pred=is_held)
-    return accs
-
-
-@gluon.jit
-def _whole(accs, rings, bars, slot, sums: gl.constexpr):
+def _unit(accs, rings, bars, slot, sums: gl.constexpr):
     """Return the sums with a unit's products, and hand back its slot.
 
     What is in flight at the end of a loop's turn may not be what its next turn reads: the sums of a
@@ -232,8 +170,10 @@ def _whole(accs, rings, bars, slot, sums: gl.constexpr):
         codes = codes_ring.index(box).slice(band * BAND % BOX, BAND)
         meta = meta_of(meta_ring, box, band * BAND % BOX, BAND, sums)
         for step in gl.static_range(STEPS):
+            # Loaded again: with the first step's words, all of a band would be unpacked before its
+            # first product begins.
             words = codes.load(left)
-            w = _weights(words, meta, dtype, step, left, False)
+            w = _weights(words, meta, dtype, step, left)
             x = x_ring.index(slot * STEPS + step).permute((1, 0))
             if step > 0:
                 part = warpgroup_mma(w, x, part, is_async=True)
@@ -252,7 +192,7 @@ def _whole(accs, rings, bars, slot, sums: gl.constexpr):
 
 
 @gluon.jit
-def consume(common, TILE: gl.constexpr, SCALED: gl.constexpr, HAS_BIAS: gl.constexpr):
+def consume(common, TILE: gl.constexpr, HAS_BIAS: gl.constexpr):
     """Multiply each unit by its rows, band after band of its outputs."""
     rings, bars, pointers, sizes, low, high = common
     full, free = bars
@@ -270,26 +210,14 @@ def consume(common, TILE: gl.constexpr, SCALED: gl.constexpr, HAS_BIAS: gl.const
         begin = gl.maximum(low - tile * chunks, 0)
         end = gl.minimum(high - tile * chunks, chunks)
         zero = gl.zeros([BAND, ROWS], gl.float32, layout=sums)
-        if SCALED:
-            zero = warpgroup_mma_init(zero)
         accs = (zero,) * (TILE // BAND)
-        before = slot
-        for chunk in range(begin, end):
+        for _ in range(begin, end):
             mbarrier.wait(full.index(slot), phase)
-            if SCALED:
-                accs = _scaled(accs, rings, bars, slot, before, chunk > begin, sums)
-                before = slot
-            else:
-                accs = _whole(accs, rings, bars, slot, sums)
+            accs = _unit(accs, rings, bars, slot, sums)
             slot += 1
             if slot == STAGES:
                 slot = 0
                 phase ^= 1
-        if SCALED:
-            for band in gl.static_range(len(accs)):
-                accs = _put(accs, band, warpgroup_mma_wait(0, deps=[accs[band]]))
-            gl.thread_barrier()
-            mbarrier.arrive(free.index(before), count=1)
         first, others = sharers(sizes, tile)
         parts = part_ptr + (tile + first) * PART
         mine = gl.program_id(0) - first
@@ -349,7 +277,6 @@ def int4_bands_kernel(
     units,
     span,
     TILE: gl.constexpr,
-    SCALED: gl.constexpr,
     CHUNKS_A_GROUP: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -381,9 +308,7 @@ def int4_bands_kernel(
     descs = (codes_desc, x_desc, meta_desc)
     producer = (descs, rings, bars, low, high, sizes, CHUNKS_A_GROUP, DEPENDENT)
     common = (rings, bars, pointers, sizes, low, high)
-    gl.warp_specialize(
-        [(consume, (common, TILE, SCALED, HAS_BIAS)), (produce, producer)], [1], [24]
-    )
+    gl.warp_specialize([(consume, (common, TILE, HAS_BIAS)), (produce, producer)], [1], [24])
 
 
 @dataclass(frozen=True)
@@ -398,8 +323,6 @@ class BandShape:
     """A multiprocessor: 2 of 4 warps, or 1."""
     least_span: int
     """Fewest units a program: small layers are cut into fewer parts than there is room for."""
-    is_scaled: bool
-    """Whether weights are scaled before the product."""
 
     @property
     def registers(self) -> int:
@@ -414,11 +337,7 @@ class BandShape:
     @property
     def words(self) -> str:
         """Its name in a table."""
-        return f"{self.tile}/{self.warps}/{self.programs}/{self.least_span} {self._way}"
-
-    @property
-    def _way(self) -> str:
-        return "scaled" if self.is_scaled else "whole"
+        return f"{self.tile}/{self.warps}/{self.programs}/{self.least_span} whole"
 
     def stages(self, rows: int, chunk: int) -> int:
         """Return how many units the ring holds, for tiles of so many rows."""
@@ -440,20 +359,14 @@ _REGISTERS = {(4, 2): 128, (8, 1): 168}
 
 
 def _candidates(rows: int) -> tuple[BandShape, ...]:
-    """Return the shapes of a tile's rows: kinds whose sums fit into registers, cut in some ways.
-
-    Scaling pays where sums are wide; beside few rows it costs as much as it saves.
-    """
-    whole, scaled = [(128, 8, 1)], [(256, 8, 1), (128, 8, 1)]
+    """Return the shapes of a tile's rows: kinds whose sums fit into registers, cut in some ways."""
+    kinds = [(128, 8, 1)]
     if rows < MOST_ROWS:
-        whole += [(256, 8, 1), (128, 4, 2)]
+        kinds += [(256, 8, 1), (128, 4, 2)]
     if rows < _WIDE_SUMS:
-        whole += [(512, 8, 1)]
-    elif rows < MOST_ROWS:
-        scaled += [(512, 8, 1), (128, 4, 2)]
+        kinds += [(512, 8, 1)]
     return tuple(
-        BandShape(*kind, least, is_scaled)
-        for is_scaled, kinds in ((False, whole), (True, scaled))
+        BandShape(*kind, least)
         for kind in kinds
         for least in ((4, 7, 14) if kind[0] == 128 else (4, 7))
     )
@@ -465,18 +378,18 @@ MOST_ROWS = 128
 CANDIDATES: dict[int, tuple[BandShape, ...]] = {
     rows: _candidates(rows) for rows in (16, 32, 64, MOST_ROWS)
 }
-"""By the rows of the tile, ascending: what a sweep may try, and of whole numbers a plan."""
+"""By the rows of the tile, ascending: what a plan or a sweep may try."""
 
 
-def shape_for(rows: int, outputs: int, *, is_scaled: bool) -> tuple[int, BandShape]:
+def shape_for(rows: int, outputs: int) -> tuple[int, BandShape]:
     """Return the tile's rows, and its shape, for at most `MOST_ROWS` rows of a layer.
 
     By reckoning, not yet by measurement: wide tiles read rows less often, narrow ones leave fewer
     programs to a tile.
     """
     block_m = next(size for size in CANDIDATES if rows <= size)
-    is_wide = outputs >= _WIDE and (is_scaled or block_m < MOST_ROWS)
-    return block_m, BandShape(256 if is_wide else 128, 8, 1, 4, is_scaled)
+    is_wide = outputs >= _WIDE and block_m < MOST_ROWS
+    return block_m, BandShape(256 if is_wide else 128, 8, 1, 4)
 
 
 _WIDE = 132 * 128
@@ -499,7 +412,6 @@ def int4_bands(
     bias_O: Tensor | None,
     *,
     scratch: SplitScratch,
-    is_scaled: bool = True,
     shape: BandShape | None = None,
     out_TO: Tensor | None = None,
 ) -> Tensor:
@@ -510,13 +422,12 @@ def int4_bands(
         weight: On x's device, a Hopper GPU.
         bias_O: In x's dtype, or none.
         scratch: Large enough for the layer: `reserved`.
-        is_scaled: Whether to multiply by `GroupInt4.scaled`; else by the weight as it is.
-        shape: Instead of the usual one; says that, too.
+        shape: Instead of the usual one.
         out_TO: Where the result goes, contiguous; by default into new memory.
     """
     rows = x_TI.shape[0]
     chunks, padded, _ = weight.codes.shape
-    block_m, usual = shape_for(rows, weight.outputs, is_scaled=is_scaled)
+    block_m, usual = shape_for(rows, weight.outputs)
     shape = shape or usual
     cut = shape.cut(weight.outputs, chunks, multiprocessors(x_TI.device))
     if out_TO is None:
@@ -537,7 +448,6 @@ def int4_bands(
         cut.tiles * chunks,
         cut.span,
         TILE=shape.tile,
-        SCALED=shape.is_scaled,
         CHUNKS_A_GROUP=weight.chunks_a_group,
         HAS_BIAS=bias_O is not None,
         STAGES=shape.stages(block_m, weight.chunk),
