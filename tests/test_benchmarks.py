@@ -1,8 +1,11 @@
 """Benchmarks for GPUs: results lie beside one another, none in place of another."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
+from benchmarks import gpu_engine
 from benchmarks.gpu_engine import STEPS, WHOLE, parser_of_options, write_result
 
 
@@ -40,3 +43,37 @@ def test_runs_of_the_engine_under_different_settings_leave_a_file_each_that_name
             assert len(found) == runs
             assert [entry[option] for entry in found].count(value) == 1
     assert len(written(out, options)) == runs
+
+
+@pytest.mark.parametrize("weights", ["bf16", "awq", "fp8"])
+def test_both_kinds_of_launches_are_captured_anew_whatever_serves(weights, tmp_path, monkeypatch):
+    served, checked = [], []
+    graphs = SimpleNamespace(
+        captured_decodes=lambda *, dependent: "dependent" if dependent else "plain",
+        serve_by=served.append,
+    )
+    loaded = SimpleNamespace(runner=SimpleNamespace(step_graphs=graphs))
+    monkeypatch.setattr(gpu_engine, "make", lambda *_: ("engine", {"loaded": loaded}))
+
+    def check(_, serve, batch, __):
+        checked.append(batch)
+        for arm in ("plain", "dependent"):
+            serve(arm)
+
+    monkeypatch.setattr(gpu_engine, "check_launches", check)
+    steps = gpu_engine.ROUNDS * gpu_engine.TIMED_STEPS
+    times = {"plain": [2.0] * steps, "dependent": [1.5] * steps}
+    monkeypatch.setattr(gpu_engine, "decode_steps", lambda *_: (times, 1000))
+    arguments = parser_of_options().parse_args(
+        ["--out", str(tmp_path), "--launches", "--weights", weights]
+    )
+    with ThreadPoolExecutor(1) as runner:
+        gpu_engine.compare_launches(tmp_path, runner, arguments)
+    assert len(checked) == len(gpu_engine.CHECKED)
+    assert served == ["plain", "dependent"] * len(checked)
+    (file,) = tmp_path.iterdir()
+    found = json.loads(file.read_text())
+    assert found["weights"] == weights
+    sizes = [(row["batch"], row["context"]) for row in found["rows"]]
+    assert tuple(sizes) == gpu_engine.LAUNCHES
+    assert all(row["ms"] == times for row in found["rows"])
