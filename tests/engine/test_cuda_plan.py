@@ -242,6 +242,7 @@ def test_what_a_kept_plan_says_of_what_nobody_asks_is_told_and_forgotten(tmp_pat
     assert read(file_here()) == plan
     (told,) = (entry for entry in logs if entry["event"] == "plan_choice_dropped")
     assert told["question"] == ", ".join(words)
+    assert "plan_measured" not in [entry["event"] for entry in logs]
     with structlog.testing.capture_logs() as logs:
         start("auto")
     assert "plan_choice_dropped" not in [entry["event"] for entry in logs]

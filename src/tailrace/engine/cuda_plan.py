@@ -236,6 +236,7 @@ def complete(
             write(plan, file)
         except (ConfigError, OSError) as error:  # it serves all the same, this once
             log.warning("plan_not_kept", reason=str(error))
+    if choices:
         log.info("plan_measured", choices=len(choices), seconds=round(clock() - begun_s, 2))
     return plan
 
