@@ -39,7 +39,13 @@ from tailrace.kernels.linear.triton_hopper_int4_bands import (
     consume,
     int4_bands,
 )
-from tailrace.kernels.linear.triton_hopper_ring import descriptors, multiprocessors, produce
+from tailrace.kernels.linear.triton_hopper_ring import (
+    descriptors,
+    multiprocessors,
+    new_ring,
+    produce,
+    run_arguments,
+)
 
 if TYPE_CHECKING:
     from tailrace.kernels.linear.packed_int4 import PackedInt4
@@ -91,28 +97,14 @@ def part_kernel(
     PART: gl.constexpr,
 ):
     """The kernel without its products, or without its bytes."""
-    BOX: gl.constexpr = codes_desc.block_type.shape[0]
-    BOXES: gl.constexpr = TILE // BOX
-    QUARTER: gl.constexpr = codes_desc.block_type.shape[1]
-    ROWS: gl.constexpr = x_desc.block_type.shape[0]
-    STEPS: gl.constexpr = QUARTER * 4 // STEP
-    codes_ring = gl.allocate_shared_memory(
-        codes_desc.dtype, [STAGES * BOXES, BOX, QUARTER], codes_desc.layout
-    )
-    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES * STEPS, ROWS, STEP], x_desc.layout)
-    meta_ring = gl.allocate_shared_memory(gl.int32, [STAGES * BOXES, 1, BOX], meta_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=1)
+    BOXES: gl.constexpr = TILE // codes_desc.block_type.shape[0]
+    STEPS: gl.constexpr = codes_desc.block_type.shape[1] * 4 // STEP
+    descs = (codes_desc, x_desc, meta_desc)
+    rings, bars = new_ring(descs, STAGES, BOXES, STEPS, 1)
     low = gl.program_id(0) * span
     high = gl.minimum(low + span, units)
-    rings = (codes_ring, x_ring, meta_ring)
-    bars = (full, free)
     sizes = (N, padded_n, num_rows, chunks, units, span)
     if PART == "bytes":
-        descs = (codes_desc, x_desc, meta_desc)
         producer = (descs, rings, bars, low, high, sizes, 1, False)
         gl.warp_specialize([(_hand_back, (bars, low, high)), (produce, producer)], [1], [24])
     else:
@@ -135,16 +127,12 @@ def launch(
     if part == "both":
         int4_bands(x, weight, None, scratch=scratch, shape=shape, out_TO=out)
         return
-    rows = x.shape[0]
-    chunks, padded, _ = weight.codes.shape
-    cut = shape.cut(weight.outputs, chunks, multiprocessors(x.device))
-    block_m = next(size for size in CANDIDATES if rows <= size)
+    cut = shape.cut(weight.outputs, weight.codes.shape[0], multiprocessors(x.device))
+    block_m = next(size for size in CANDIDATES if x.shape[0] <= size)
     part_kernel[(cut.programs,)](
         *descriptors(x, weight, shape.box, block_m, STEP.value),
-        x, out, scratch.parts, scratch.arrivals,
-        rows, weight.outputs, padded, chunks, cut.tiles * chunks, cut.span,
-        TILE=shape.tile,
-        STAGES=shape.stages(block_m, weight.chunk), PART=part,
+        *run_arguments(x, weight, None, scratch, cut, out),
+        TILE=shape.tile, STAGES=shape.stages(block_m, weight.chunk), PART=part,
         num_warps=shape.warps, maxnreg=shape.registers,
     )  # fmt: skip
 

@@ -38,7 +38,9 @@ from tailrace.kernels.linear.triton_hopper_ring import (
     gathered,
     meta_of,
     multiprocessors,
+    new_ring,
     produce,
+    run_arguments,
     save,
     sharers,
     stages,
@@ -314,29 +316,13 @@ def int4_hopper_kernel(
 ):
     if DEPENDENT:
         turn("griddepcontrol.launch_dependents; // $0")
-    BLOCK_N: gl.constexpr = codes_desc.block_type.shape[0]
-    QUARTER: gl.constexpr = codes_desc.block_type.shape[1]
-    PIECE: gl.constexpr = x_desc.block_type.shape[0]
-    SIDES: gl.constexpr = BLOCK_N // SIDE
-    codes_ring = gl.allocate_shared_memory(
-        codes_desc.dtype, [STAGES, BLOCK_N, QUARTER], codes_desc.layout
-    )
-    x_ring = gl.allocate_shared_memory(
-        x_desc.dtype, [STAGES * PIECES, PIECE, QUARTER * 4], x_desc.layout
-    )
-    meta_ring = gl.allocate_shared_memory(gl.int32, [STAGES, 1, BLOCK_N], meta_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=SIDES)
+    SIDES: gl.constexpr = codes_desc.block_type.shape[0] // SIDE
+    descs = (codes_desc, x_desc, meta_desc)
+    rings, bars = new_ring(descs, STAGES, 1, PIECES, SIDES)
     low = gl.program_id(0) * span
     high = gl.minimum(low + span, units)
-    rings = (codes_ring, x_ring, meta_ring)
-    bars = (full, free)
     pointers = (bias_ptr, out_ptr, part_ptr, arrivals)
     sizes = (N, padded_n, num_rows, chunks, units, span)
-    descs = (codes_desc, x_desc, meta_desc)
     producer = (descs, rings, bars, low, high, sizes, CHUNKS_A_GROUP, DEPENDENT)
     common = (rings, bars, pointers, sizes, low, high)
     if SIDES == 2:
@@ -476,29 +462,17 @@ def int4_hopper(
         out_TO: Where the result goes, contiguous; by default into new memory.
     """
     rows = x_TI.shape[0]
-    chunks, padded, _ = weight.codes.shape
     block_m, usual = shape_for(rows, weight.outputs)
     shape = shape or usual
     pieces = 2 if block_m > _NARROW else 1
     registers, side_registers = shape.registers
-    cut = shape.cut(weight.outputs, chunks, multiprocessors(x_TI.device))
+    cut = shape.cut(weight.outputs, weight.codes.shape[0], multiprocessors(x_TI.device))
     if out_TO is None:
         out_TO = torch.empty(rows, weight.outputs, dtype=x_TI.dtype, device=x_TI.device)
-    codes, x, meta = descriptors(x_TI, weight, shape.sides * _SIDE, block_m // pieces, weight.chunk)
+    descs = descriptors(x_TI, weight, shape.sides * _SIDE, block_m // pieces, weight.chunk)
     int4_hopper_kernel[(cut.programs,)](
-        codes,
-        x,
-        meta,
-        x_TI if bias_O is None else bias_O,
-        out_TO,
-        scratch.parts,
-        scratch.arrivals,
-        rows,
-        weight.outputs,
-        padded,
-        chunks,
-        cut.tiles * chunks,
-        cut.span,
+        *descs,
+        *run_arguments(x_TI, weight, bias_O, scratch, cut, out_TO),
         PIECES=pieces,
         CHUNKS_A_GROUP=weight.chunks_a_group,
         HAS_BIAS=bias_O is not None,

@@ -33,6 +33,7 @@ from tailrace.kernels.linear.triton_hopper_ring import (
     descriptors,
     flat,
     meta_of,
+    new_ring,
     produce,
     store,
     turn,
@@ -102,29 +103,17 @@ def int4_few_kernel(
 ):
     if DEPENDENT:
         turn("griddepcontrol.launch_dependents; // $0")
-    QUARTER: gl.constexpr = codes_desc.block_type.shape[1]
     ROWS: gl.constexpr = x_desc.block_type.shape[0]
-    codes_ring = gl.allocate_shared_memory(
-        codes_desc.dtype, [STAGES, HALF, QUARTER], codes_desc.layout
-    )
-    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, QUARTER * 4], x_desc.layout)
-    meta_ring = gl.allocate_shared_memory(gl.int32, [STAGES, 1, HALF], meta_desc.layout)
+    descs = (codes_desc, x_desc, meta_desc)
+    rings, bars = new_ring(descs, STAGES, 1, 1, 1)
     order: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     sums_ring = gl.allocate_shared_memory(gl.float32, [SLICES - 1, HALF, ROWS], order)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=1)
     mbarrier.init(done.index(0), count=SLICES - 1)
     tile = gl.program_id(0)
-    rings = (codes_ring, x_ring, meta_ring)
-    bars = (full, free)
     pointers = (bias_ptr, out_ptr, out_ptr, out_ptr)
     sizes = (N, padded_n, num_rows, chunks, chunks, chunks)
     low = tile * chunks
-    descs = (codes_desc, x_desc, meta_desc)
     producer = (descs, rings, bars, low, low + chunks, sizes, CHUNKS_A_GROUP, DEPENDENT)
     common = (rings, bars, sums_ring, done, pointers, sizes, tile)
     if SLICES == 4:

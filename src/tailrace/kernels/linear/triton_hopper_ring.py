@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tailrace.kernels.linear.packed_int4 import PackedInt4
+    from tailrace.kernels.linear.workspace import SplitScratch
 
 
 @gluon.jit
@@ -40,6 +41,29 @@ def flat(ring):
     order: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shape: gl.constexpr = [ring.shape[0], ring.shape[2]]
     return ring._reinterpret(gl.int32, shape, order)  # noqa: SLF001 - there is no other way
+
+
+@gluon.jit
+def new_ring(
+    descs, STAGES: gl.constexpr, BOXES: gl.constexpr, PIECES: gl.constexpr, SIDES: gl.constexpr
+):
+    """Return a ring, of units of so many boxes each, and its barriers; `SIDES` hand a slot back."""
+    codes_desc, x_desc, meta_desc = descs
+    codes: gl.constexpr = codes_desc.block_type.shape
+    rows: gl.constexpr = x_desc.block_type.shape
+    codes_ring = gl.allocate_shared_memory(
+        codes_desc.dtype, [STAGES * BOXES, codes[0], codes[1]], codes_desc.layout
+    )
+    x_ring = gl.allocate_shared_memory(
+        x_desc.dtype, [STAGES * PIECES, rows[0], rows[1]], x_desc.layout
+    )
+    meta_ring = gl.allocate_shared_memory(gl.int32, [STAGES * BOXES, 1, codes[0]], meta_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=SIDES)
+    return (codes_ring, x_ring, meta_ring), (full, free)
 
 
 @gluon.jit
@@ -340,3 +364,27 @@ def descriptors(
         weight.meta, [groups, padded], [padded, 1], [1, box_outputs], META_LAYOUT
     )
     return codes, x, meta
+
+
+def run_arguments(
+    x_TI: Tensor,
+    weight: PackedInt4,
+    bias_O: Tensor | None,
+    scratch: SplitScratch,
+    cut: Cut,
+    out_TO: Tensor,
+) -> tuple[Tensor | int, ...]:
+    """Return what a kernel whose programs take runs is given after its descriptors."""
+    chunks, padded, _ = weight.codes.shape
+    return (
+        x_TI if bias_O is None else bias_O,
+        out_TO,
+        scratch.parts,
+        scratch.arrivals,
+        x_TI.shape[0],
+        weight.outputs,
+        padded,
+        chunks,
+        cut.tiles * chunks,
+        cut.span,
+    )
