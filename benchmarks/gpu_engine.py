@@ -133,6 +133,10 @@ def parser_of_options() -> argparse.ArgumentParser:
         "--phase-overlap", choices=("auto", "on", "off"), default="auto",
         help="as of tailrace serve, for what is timed",
     )  # fmt: skip
+    parser.add_argument(
+        "--phase-priorities", type=int, nargs=2, metavar=("DECODES", "PROMPTS"),
+        help="of the two streams, in CUDA's numbers: lower ones go first",
+    )  # fmt: skip
     parser.add_argument("--plan", default="off", help="as of tailrace serve, for what is timed")
     return parser
 
@@ -341,7 +345,10 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
 def time_mixed(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Namespace) -> None:
     """Time steps of decodes and prompts, each by an engine of its budget."""
     from tailrace.config import EngineConfig
+    from tailrace.engine import phase_overlap
 
+    if arguments.phase_priorities:
+        phase_overlap.PRIORITIES = tuple(arguments.phase_priorities)
     rows = []
     for batch, context, budget in arguments.mixed:
         config = EngineConfig(

@@ -76,8 +76,8 @@ class EngineConfig:
     prefill_attention: str = setting(
         "auto",
         "Which kernel computes prompts' attention on a GPU. triton | hopper (Hopper GPUs, heads of "
-        "64 or 128 dimensions, KV in the weights' dtype; not yet run on one) | auto: by length, as "
-        "--plan measured; without a plan triton.",
+        "64 or 128 dimensions, KV in the weights' dtype) | auto: by length, as --plan measured; "
+        "without a plan hopper for heads of 128, else triton.",
     )
     phase_overlap: str = setting(
         "auto",

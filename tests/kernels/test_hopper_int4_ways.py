@@ -74,7 +74,8 @@ def ways_of(monkeypatch, name, count=132):
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """Let layers on the CPU be served as on a Hopper GPU of three multiprocessors."""
+    """Let layers on the CPU be served as on a Hopper GPU of three multiprocessors, by Triton's."""
+    monkeypatch.setattr(table, "SERVED", ((0, 0, ("Triton",) * 4),))
     monkeypatch.setattr(int4_linear, "_is_hopper", lambda device: True)
     for module in (table, triton_hopper_int4, triton_hopper_int4_bands):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 3)
@@ -93,21 +94,22 @@ def test_without_a_plan_each_layer_is_served_as_measured_on_an_h200(monkeypatch)
         ways = ways_of(monkeypatch, name)
         return [ways.of(rows) for rows in CLASSES]
 
-    def triton(name):
-        weights = LAYERS[name][0] * LAYERS[name][1]
-        return [triton_int4.shape_for(rows, weights)[1] for rows in CLASSES]
-
-    pair = triton_hopper_int4.HopperShape
-    for name in ("o", "odd chunks", "one chunk"):
-        assert served(name) == triton(name)
-    for name in ("qkv", "down"):
-        assert served(name) == [*triton(name)[:3], pair(1, 1, 7)]
-    assert served("wide") == [triton("wide")[0], pair(1, 2, 7), pair(1, 2, 7), pair(1, 1, 7)]
-    assert served("gate_up") == [triton("wide")[0], pair(1, 2, 7), pair(1, 2, 7), pair(2, 1, 7)]
-    for name, (outputs, _) in LAYERS.items():
-        for rows, shape in zip(CLASSES, served(name), strict=True):
-            if isinstance(shape, pair):
-                assert shape == triton_hopper_int4.shape_for(rows, outputs)[1]
+    pair, band, few = (
+        triton_hopper_int4.HopperShape(1, 2, 7),
+        next(s for s in triton_hopper_int4_bands.CANDIDATES[128] if s.words == "128/8/1/4 whole"),
+        triton_hopper_int4_few.FewShape(4),
+    )
+    for name in ("gate_up", "wide", "down"):
+        assert served(name) == [pair, pair, pair, band]
+    assert served("qkv") == [few, few, band, band]
+    assert served("o")[:3] == [few, few, pair]
+    assert served("o")[3].words == "128/8/1/7 whole"
+    # What is narrow goes as o does, whatever its inputs.
+    for name in ("odd chunks", "one chunk"):
+        assert served(name) == served("o")
+    # Slices would wait for a turn where multiprocessors are fewer than tiles.
+    first = next(iter(triton_int4.tile_options(4608 * 3584)[16].values()))
+    assert ways_of(monkeypatch, "qkv", count=64).of(16) == first
 
 
 def test_every_name_of_the_table_is_one_of_its_class():
@@ -152,6 +154,7 @@ def test_all_kernels_are_candidates_in_the_classes_that_they_take(monkeypatch, n
 
 
 def test_an_order_that_was_nowhere_faster_is_asked_about_only_where_it_serves(monkeypatch):
+    monkeypatch.setattr(table, "SERVED", ((0, 0, ("Triton",) * 4),))
     usual = ways_of(monkeypatch, "o").options(16)
     assert not [name for name in usual if name.endswith(("two units", "in turn"))]
     assert len(usual) == len(set(usual)) == 5 + 4 + 10 + 2
@@ -235,6 +238,7 @@ def test_each_class_of_rows_goes_by_its_own_kernel(monkeypatch, kernel):
 
         return kernel
 
+    monkeypatch.setattr(table, "SERVED", ((0, 0, ("Triton",) * 4),))
     monkeypatch.setattr(int4_linear, "_is_hopper", lambda device: True)
     for module in (table, triton_hopper_int4, triton_hopper_int4_bands):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 3)

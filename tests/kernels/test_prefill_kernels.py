@@ -94,6 +94,19 @@ def test_what_is_asked_for_and_cannot_serve_is_an_error_that_says_why():
         assert not is_hopper(kernels.prefill_shape(64, 5000))
 
 
+@pytest.mark.parametrize("asked", ["auto", "triton", "hopper"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_without_a_plan_hoppers_kernel_serves_where_it_was_faster(monkeypatch, asked, head_dim):
+    let_hopper_serve(monkeypatch)
+    kernels = TritonKernels(torch.device("cpu"), "float16")
+    assert not is_hopper(kernels.prefill_shape(head_dim, 5000))  # nobody has said what is served
+    kernels.serve_prompts_by(asked, head_dim=head_dim, kv_dtype=torch.float16, unit=8)
+    by_default = asked == "auto" and head_dim == 128
+    for longest in (1, 1500, 1 << 20):
+        shape = kernels.prefill_shape(head_dim, longest)
+        assert is_hopper(shape) == (asked == "hopper" or by_default)
+
+
 def test_every_shape_has_a_name_of_its_own_and_the_usual_one_is_first():
     assert set(HEAD_DIMS) == set(USUAL) == set(CANDIDATES)
     tables = [shape for rows in PREFILL.values() for row in rows.values() for _, shape in row]

@@ -1,7 +1,8 @@
 """A mixed step as two, at once: decodes by their weights, prompts by their copy of them.
 
-    steps' stream      tables, ids | decodes: every layer, 4 bits ....... | joined | head, draw
-    prompts' stream                | prompts: every layer, FP8 ........... |
+    steps' stream      tables, ids |                                      | joined | head, draw
+    decodes' stream                | every layer, 4 bits ......... |
+    prompts' stream                | every layer, FP8 .................... |
 
 Decodes wait for memory, prompts for arithmetic, and where each phase has a copy of the weights of
 its own, going apart reads no weight twice: `--prefill-weights` has paid for it already. What it
@@ -18,7 +19,7 @@ before the fork or lives until the join, and the next fork waits for this step's
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ from tailrace.errors import ConfigError
 from tailrace.kernels.linear.phased_linear import PhasedLinear
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tailrace.kernels.kv_scales import KVScales
     from tailrace.kernels.paged_attention.device_batch import DeviceBatch
@@ -64,24 +65,29 @@ def overlap_of(asked: str, model: CausalLM, device: torch.device) -> PhaseOverla
     return PhaseOverlap.on(device)
 
 
+PRIORITIES = (0, 0)
+"""Of the decodes' stream and the prompts': CUDA's, lower ones go first."""
+
+
 @dataclass(frozen=True)
 class PhaseOverlap:
     """Runs a model's decodes and prompts apart.
 
     Args:
         device: The model's.
-        prompts: The stream of prompts; None: one phase after the other (for tests on a CPU).
+        streams: Of decodes and of prompts; None: one after the other (for tests on a CPU).
     """
 
     device: torch.device
-    prompts: torch.cuda.Stream | None
+    streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None
 
     @classmethod
-    def on(cls, device: torch.device, priority: int = 0) -> PhaseOverlap:
-        """Return what runs prompts on a stream of a priority: CUDA's, lower ones go first."""
+    def on(cls, device: torch.device) -> PhaseOverlap:
+        """Return what runs phases on streams of a device."""
         if device.type != "cuda":
             return cls(device, None)
-        return cls(device, torch.cuda.Stream(device, priority=priority))  # type: ignore[no-untyped-call]
+        decodes, prompts = (torch.cuda.Stream(device, priority=first) for first in PRIORITIES)  # type: ignore[no-untyped-call]
+        return cls(device, (decodes, prompts))
 
     def forward(
         self,
@@ -101,33 +107,40 @@ class PhaseOverlap:
             kv_scales: One a layer, where the caches are float8.
 
         Returns:
-            float32 [T, H], on the current stream.
+            float32 [T, H], for the current stream.
         """
         decodes = batch.num_decodes
         if decodes == len(token_ids):
             return model.forward(token_ids, batch, kv_caches, kv_scales)
-        # Prompts alone go there as well: else their rows would take memory of both streams.
-        self._fork()
-        with self._beside():
+        # Prompts have more to do, so they are queued first; alone they go to their stream as
+        # well, or their rows would take memory of two.
+        with self._apart(1):
             own = prompts_of(batch) if decodes else batch
-            of_prompts = model.forward(token_ids[decodes:], own, kv_caches, kv_scales)
+            prompts = model.forward(token_ids[decodes:], own, kv_caches, kv_scales)
         if not decodes:
-            self._join()
-            return of_prompts
-        of_decodes = model.forward(token_ids[:decodes], decodes_of(batch), kv_caches, kv_scales)
-        self._join()
-        return torch.cat([of_decodes, of_prompts])
+            self._join(1)
+            return prompts
+        with self._apart(0):
+            own = decodes_of(batch)
+            ahead = model.forward(token_ids[:decodes], own, kv_caches, kv_scales)
+        self._join(0)
+        self._join(1)
+        return torch.cat([ahead, prompts])
 
-    def _fork(self) -> None:
-        if self.prompts is not None:
-            self.prompts.wait_stream(torch.cuda.current_stream(self.device))
+    @contextmanager
+    def _apart(self, phase: int) -> Iterator[None]:
+        """Queue on a phase's stream, behind what the current one has queued."""
+        if self.streams is None:
+            yield
+            return
+        stream = self.streams[phase]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            yield
 
-    def _beside(self) -> AbstractContextManager[object]:
-        return nullcontext() if self.prompts is None else torch.cuda.stream(self.prompts)
-
-    def _join(self) -> None:
-        if self.prompts is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self.prompts)
+    def _join(self, phase: int) -> None:
+        if self.streams is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.streams[phase])
 
 
 def decodes_of(batch: DeviceBatch) -> DeviceBatch:

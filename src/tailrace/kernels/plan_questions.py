@@ -262,7 +262,9 @@ def _prefill(
 
     shapes = _asked_shapes(kernels, heads.dim, kv_dtype, unit)
     tiles = {shape.block_m: _tiles(length, shape.block_m, kernels.device) for shape in shapes}
-    usual = prefill_shape(heads.dim, bound - 1, kernels.capability)
+    usual = kernels.usual_prefill_shape(heads.dim, bound - 1)
+    if usual not in shapes:  # of another dtype of KV
+        usual = prefill_shape(heads.dim, bound - 1, kernels.capability)
     works = {name_of(shape): partial(by, shape) for shape in shapes}
     return Question(over(PREFILL, kv_dtype), key_words(bound), name_of(usual), works, truth)
 

@@ -33,6 +33,7 @@ from tailrace.kernels.linear.weight import plain
 from tailrace.kernels.linear.workspace import Workspace
 from tailrace.kernels.paged_attention.device_batch import plan
 from tailrace.kernels.paged_attention.prefill_kernels import (
+    FASTER_HEAD_DIMS,
     hopper_shapes,
     is_hopper,
     prefill,
@@ -101,6 +102,7 @@ class TritonKernels:
         self.prefill_rows: tuple[tuple[int, PrefillShape], ...] = ()
         """A plan's shapes of prompts' attention: (below so many keys, shape), ascending."""
         self._prefill_asked = "auto"
+        self._has_hopper_prefill = False
         self._beside = torch.cuda.Stream(device, priority=-1) if is_gpu else None  # type: ignore[no-untyped-call]
 
     def serve_prompts_by(
@@ -109,8 +111,8 @@ class TritonKernels:
         """Let a kernel compute prompts' attention; before a plan is asked about, or a step made.
 
         Args:
-            asked: auto (a plan's choice of all that serve here; without one, Triton's), triton, or
-                hopper.
+            asked: auto (a plan's choice of all that serve here; without one, Hopper's where it was
+                measured to be faster), triton, or hopper.
             head_dim: Of the model.
             kv_dtype: Of the cache.
             unit: Tokens of one of its units.
@@ -122,6 +124,7 @@ class TritonKernels:
         if asked == "hopper" and reason is not None:
             raise ConfigError(f"--prefill-attention hopper: {reason}; use auto or triton")
         self._prefill_asked = asked
+        self._has_hopper_prefill = reason is None
 
     def why_not_hopper(self, head_dim: int, kv_dtype: torch.dtype, unit: int) -> str | None:
         """Say why Hopper's kernel cannot serve prompts of a model here, or None where it can."""
@@ -157,7 +160,8 @@ class TritonKernels:
         Raises:
             ConfigError: No kernel serves the head dimension or the GPU.
         """
-        if self._prefill_asked == "hopper":
+        is_faster = self._has_hopper_prefill and head_dim in FASTER_HEAD_DIMS
+        if self._prefill_asked == "hopper" or (self._prefill_asked == "auto" and is_faster):
             return hopper_shapes(head_dim)[0]
         return prefill_shape(head_dim, max_kv_len, self.capability)
 

@@ -44,25 +44,28 @@ Shape = Int4Shape | HopperShape | BandShape | FewShape
 TRITON = "Triton"
 """In `SERVED`: the shape that Triton's own table has."""
 
+_PAIRS = ("1/2/7 pair", "1/2/7 pair", "1/2/7 pair", "128/8/1/4 whole")
 SERVED: tuple[tuple[int, int, tuple[str, str, str, str]], ...] = (
-    (132 * 256, 0, (TRITON, "1/2/7 pair", "1/2/7 pair", "2/1/7 pair")),
-    (132 * 128, 0, (TRITON, "1/2/7 pair", "1/2/7 pair", "1/1/7 pair")),
-    (0, 14_000_000, (TRITON, TRITON, TRITON, "1/1/7 pair")),
-    (0, 0, (TRITON, TRITON, TRITON, TRITON)),
+    (132 * 64 + 1, 0, _PAIRS),
+    (0, 40_000_000, _PAIRS),
+    (0, 14_000_000, ("4 slices", "4 slices", "128/8/1/4 whole", "128/8/1/4 whole")),
+    (0, 0, ("4 slices", "4 slices", "1/2/7 pair", "128/8/1/7 whole")),
 )
 """What serves without a plan: the least outputs and weights of a layer, the first line that holds;
 and by up to 16, 32, 64 and 128 rows a name as a plan and gpu_int4.py have it.
 
-Two tiles of 128 outputs a multiprocessor, one, and fewer; of these, weights between those of o,
-12.8 million, and qkv, 16.5. A name that does not fit a layer (`options`) leaves it to Triton's.
+More tiles of 64 outputs than multiprocessors, for which slices would wait; few outputs of many
+inputs, which a slice takes too long for; and of the rest, weights between those of o, 12.8 million,
+and qkv, 16.5. A name that does not fit a layer (`options`) leaves it to Triton's.
 
-Seen on an H200 (gpu_int4.py, 2026-11-30), microseconds by Triton's / the best of HopperShape's:
+Seen on an H200 (gpu_int4.py, 2026-11-30), microseconds by Triton's / this line / by dependent
+launches (kernels/dependent_launch.py), as captured steps of decodes are:
 
-    rows           16           32           64            128
-    gate_up   31.8 / 31.6  38.3 / 34.3  58.5 / 44.9  101.9 / 81.5    37888 x 3584
-    qkv        8.9 /  9.0  10.5 / 12.7  14.7 / 14.8   29.1 / 24.7     4608 x 3584
-    o          8.3 /  8.1   9.2 /  9.7  11.9 / 12.8   18.4 / 22.2     3584 x 3584
-    down      20.7 / 21.0  23.7 / 27.2  33.2 / 40.1   62.4 / 58.0     3584 x 18944
+    rows            16                  32                  64                   128
+    gate_up   31.1/31.7/28.9   37.5/31.6/31.3   58.2/40.0/40.2   102.9/68.9/68.4     37888 x 3584
+    down      21.0/20.5/18.4   23.6/21.9/20.1   33.1/27.8/26.9    63.4/41.5/40.5     3584 x 18944
+    qkv        9.2/ 8.2/ 7.1   10.5/ 8.9/ 7.9   14.8/13.0/12.1    28.8/17.5/16.5     4608 x 3584
+    o          8.3/ 7.9/ 6.2    9.3/ 8.8/ 7.1   12.1/10.7/11.7    19.0/16.2/    -    3584 x 3584
 """
 
 

@@ -36,6 +36,8 @@ _GLUON = "3.6."
 _HALVES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128)
 """Of Hopper's kernel."""
+FASTER_HEAD_DIMS = (128,)
+"""Those where it was timed beside Triton's, and was faster in every class of lengths."""
 _ATOM = 8
 """Tokens of the least unit of Hopper's kernel; larger ones are powers of two."""
 
