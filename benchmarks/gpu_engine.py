@@ -134,8 +134,8 @@ def parser_of_options() -> argparse.ArgumentParser:
         help="as of tailrace serve, for what is timed",
     )  # fmt: skip
     parser.add_argument(
-        "--phase-priorities", type=int, nargs=2, metavar=("DECODES", "PROMPTS"),
-        help="of the two streams, in CUDA's numbers: lower ones go first",
+        "--phase-priorities", nargs="+", type=priorities, metavar="DECODES,PROMPTS",
+        help="with --mixed: without overlap, and with streams of which the higher goes first",
     )  # fmt: skip
     parser.add_argument("--plan", default="off", help="as of tailrace serve, for what is timed")
     return parser
@@ -343,32 +343,53 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
 
 
 def time_mixed(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Namespace) -> None:
-    """Time steps of decodes and prompts, each by an engine of its budget."""
+    """Time steps of decodes and prompts: an engine of its own for each size and way of overlap."""
     from tailrace.config import EngineConfig
     from tailrace.engine import phase_overlap
 
+    ways = [(arguments.phase_overlap, phase_overlap.PRIORITIES)]
     if arguments.phase_priorities:
-        phase_overlap.PRIORITIES = tuple(arguments.phase_priorities)
-    rows = []
+        ways = [("off", (0, 0)), *(("on", given) for given in arguments.phase_priorities)]
+    rows, resident = [], []
     for batch, context, budget in arguments.mixed:
-        config = EngineConfig(
-            model_path=str(folder), load_format="dummy", gpus=(0,), max_batch_size=128,
-            context_length=8192, max_num_batched_tokens=budget, prefix_cache=False,
-            itl_target_ms=0, kv_cache_dtype=arguments.kv_cache_dtype, plan=arguments.plan,
-            prefill_weights=arguments.prefill_weights, phase_overlap=arguments.phase_overlap,
-            prefill_attention=arguments.prefill_attention,
-        )  # fmt: skip
-        engine, kept = make(config, folder, runner)
+        for overlap, priorities in ways:
+            phase_overlap.PRIORITIES = priorities
+            config = EngineConfig(
+                model_path=str(folder), load_format="dummy", gpus=(0,), max_batch_size=128,
+                context_length=8192, max_num_batched_tokens=budget, prefix_cache=False,
+                itl_target_ms=0, kv_cache_dtype=arguments.kv_cache_dtype, plan=arguments.plan,
+                prefill_weights=arguments.prefill_weights, phase_overlap=overlap,
+                prefill_attention=arguments.prefill_attention,
+                kv_cache_tokens=batch * (context + 600) + 70_000,
+            )  # fmt: skip
+            engine, kept = make(config, folder, runner)
+            resident.append((batch, context, budget, overlap, priorities, engine, kept))
+    for batch, context, budget, overlap, priorities, engine, _ in resident:
         step_ms = mixed_step(engine, batch, context)
-        rows.append({"batch": batch, "context": context, "budget": budget, "ms": step_ms})
-        print(f"mixed, {batch} x {context}, {budget} tokens: {step_ms:.2f} ms a step", flush=True)
+        rows.append(
+            {"batch": batch, "context": context, "budget": budget, "ms": step_ms,
+             "overlap": overlap, "priorities": priorities}
+        )  # fmt: skip
+        print(
+            f"mixed, {batch} x {context}, {budget} tokens, overlap {overlap} {priorities}: "
+            f"{step_ms:.2f} ms a step", flush=True,
+        )  # fmt: skip
         if arguments.profile:
             begin(engine, batch, context, 400)
             submit(engine, 16, 4096, 1, 1000)
             profile(engine, f"{batch} decodes x {context}, {budget} tokens", 5)
             drain(engine)
-        del engine, kept
     write_result("gpu_mixed", arguments, WHOLE, {"rows": rows})
+
+
+def priorities(words: str) -> tuple[int, int]:
+    """Return those of decodes and prompts in CUDA's numbers, of which lower ones go first.
+
+    Raises:
+        ValueError: It is not two numbers.
+    """
+    decodes, prompts = map(int, words.split(","))
+    return -decodes, -prompts
 
 
 def mixed_sizes(words: str) -> tuple[int, int, int]:
