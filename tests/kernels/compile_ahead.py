@@ -3,8 +3,9 @@
 Runs as a program, in a process without TRITON_INTERPRET: `python -m tests.kernels.compile_ahead
 sm_90 [all]`. Nothing but Triton's wheel is needed, which brings ptxas and cuobjdump.
 
-What serves without a plan is always compiled; of the candidates that only a plan may choose, a
-sample of each kernel's, for all of them take minutes. Who changes a kernel compiles `all`.
+What serves without a plan is always compiled, in one half at least; of the rest, which is the
+candidates that only a plan may choose and the other halves, a sample of each kernel's, for all of
+them take minutes. Who changes a kernel compiles `all`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tailrace.kernels.attention_shapes import ADA, HOPPER, decode_candidates, prefill_candidates
+from tailrace.kernels.attention_shapes import (
+    ADA,
+    BOUNDS,
+    HOPPER,
+    decode_candidates,
+    decode_shape,
+    prefill_candidates,
+    prefill_shape,
+)
 from tailrace.kernels.dependent_launch import has_dependent_launches
 from tailrace.kernels.linear import (
     hopper_int4_ways,
@@ -104,7 +113,14 @@ class Case:
     is_dependent: bool = False
     """Whether it starts before the kernel ahead of it has ended."""
     is_candidate: bool = False
-    """Whether it serves nobody that no plan tells to."""
+    """Whether a few of its like are enough: it serves nobody that no plan tells to, or is what
+    another case is, in the other half."""
+
+    @property
+    def family(self) -> tuple[str, bool]:
+        """The kernel, and whether it reads a float8 cache."""
+        kernel, *rest = self.name.split()
+        return kernel, "float8" in rest
 
 
 def float8_cases(kind: int) -> Iterator[Case]:
@@ -124,6 +140,7 @@ def attention_cases(
     for head_dim, (heads, kv_heads) in HEADS.items():
         known = {"NUM_HEADS": heads, "GROUP": heads // kv_heads, "UNIT": 16, "HEAD_DIM": head_dim}
         shapes = prefill_candidates(head_dim, capability, is_float8=is_float8)
+        served = {prefill_shape(head_dim, bound - 1, capability) for bound in BOUNDS}
         for shape, unit in itertools.product(shapes, units):
             tile = {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "UNIT": unit}
             where = "" if unit == 16 else " in one piece"
@@ -133,6 +150,7 @@ def attention_cases(
                 {**UNIT_STRIDES, **known, **tile},
                 shape.num_warps,
                 shape.num_stages,
+                is_candidate=shape not in served,
             )
         for decode in decode_candidates(head_dim, capability):
             yield Case(
@@ -144,6 +162,7 @@ def attention_cases(
                 },
                 decode.num_warps,
                 decode.num_stages,
+                is_candidate=decode != decode_shape(head_dim, capability),
             )  # fmt: skip
 
 
@@ -180,7 +199,7 @@ def other_cases() -> Iterator[Case]:
 
 
 def int4_cases() -> Iterator[Case]:
-    """Every tile of rows, for groups of 64 and 128, in both halves; for plans in one of them."""
+    """Every tile of rows, for groups of 64 and 128, in one half each; the others are candidates."""
     usual = [*triton_int4.SHAPES.items()]
     usual += [(block_m, triton_int4.SMALL_SHAPE) for block_m in (16, 32, 64)]
     planned = [
@@ -200,7 +219,7 @@ def int4_cases() -> Iterator[Case]:
         yield Case(
             f"int4 {block_m}/{chunk} {half} {shape.words}", triton_int4.int4_kernel, constants,
             shape.num_warps, shape.num_stages, types=_int4_types(half),
-            is_candidate=(block_m, shape) in planned,
+            is_candidate=(block_m, shape) in planned or (chunk == 128) is (half == "fp16"),
         )  # fmt: skip
     for writing in (triton_int4.WRITING, *triton_int4.WRITING_CANDIDATES):
         constants = {"BLOCK_N": writing.block_n, "CHUNK": 128, "CHUNKS_A_GROUP": 1}
@@ -208,6 +227,7 @@ def int4_cases() -> Iterator[Case]:
             yield Case(
                 f"int4_dequantize {out} {writing.words}", triton_int4.dequantize_kernel, constants,
                 writing.num_warps, types=_int4_types(out),
+                is_candidate=writing != triton_int4.WRITING,
             )  # fmt: skip
 
 
@@ -322,6 +342,7 @@ def float8_linear_cases(kind: int) -> Iterator[Case]:
             f"float8_skinny {block_m} blocks={by_blocks} {shape.words}",
             triton_float8.float8_skinny_kernel, constants,
             shape.num_warps, shape.num_stages, types=types,
+            is_candidate=(block_m, shape) not in triton_float8.SKINNY_SHAPES,
         )  # fmt: skip
     many = (triton_float8.MANY_SHAPE, *triton_float8.MANY_CANDIDATES)
     for tile, by_blocks in itertools.product(many, (False, True)):
@@ -332,6 +353,7 @@ def float8_linear_cases(kind: int) -> Iterator[Case]:
         yield Case(
             f"float8_many blocks={by_blocks} {tile.words}", triton_float8.float8_many_kernel,
             constants, tile.num_warps, tile.num_stages, {**types, "x_ptr": "*fp8e4nv"},
+            is_candidate=tile != triton_float8.MANY_SHAPE,
         )  # fmt: skip
     yield from float8_few_cases(kind, types)
     hidden = {"WIDTH": 3584, "BLOCK": 4096}
@@ -381,9 +403,9 @@ def int8_cases(kind: int) -> Iterator[Case]:
     types = {**TYPES, **halves, **floats, "values_ptr": "*i8"}
     is_hopper = kind >= HOPPER
     rows = triton_int8.HOPPER if is_hopper else triton_int8.OTHERS
-    shapes = [shape for _, shape in rows]
+    served = shapes = [shape for _, shape in rows]
     if is_hopper:
-        shapes += itertools.chain.from_iterable(triton_int8.HOPPER_CANDIDATES.values())
+        shapes = [*served, *itertools.chain(*triton_int8.HOPPER_CANDIDATES.values())]
     for shape in dict.fromkeys(shapes):
         operands = {"x": "*i8", "w": "*i8"}
         if is_hopper:
@@ -398,7 +420,7 @@ def int8_cases(kind: int) -> Iterator[Case]:
         }  # fmt: skip
         yield Case(
             f"int8 {shape.words}", triton_int8.int8_kernel, constants, shape.num_warps,
-            shape.num_stages, {**types, **operands},
+            shape.num_stages, {**types, **operands}, is_candidate=shape not in served,
         )  # fmt: skip
     hidden = {"WIDTH": 3584, "BLOCK": 4096, "ROTATED": 128}
     inner = {"WIDTH": 18944, "BLOCK": triton_int8_rows.PIECE, "ROTATED": 128}
@@ -477,13 +499,20 @@ def sampling_cases() -> Iterator[Case]:
         yield Case(f"sample_{name}", kernel, constants, warps.get(name, 4), types=types)
 
 
+def families(cases: list[Case]) -> list[list[Case]]:
+    """Return the cases by kernel, in their order."""
+    found: dict[tuple[str, bool], list[Case]] = {}
+    for case in cases:
+        found.setdefault(case.family, []).append(case)
+    return list(found.values())
+
+
 def dependent_cases(kind: int, cases: list[Case]) -> Iterator[Case]:
     """Some of each kernel that can be launched so, where the hardware knows it: two lines more."""
     if not has_dependent_launches(torch.device("cuda"), (kind // 10, kind % 10)):
         return
     able = [case for case in cases if "DEPENDENT" in case.kernel.arg_names]
-    for _, group in itertools.groupby(able, key=lambda case: case.name.split()[0]):
-        several = list(group)
+    for several in families(able):
         for case in several[:: -(-len(several) // 3)]:
             yield replace(case, name=f"{case.name} dependent", is_dependent=True)
 
@@ -612,9 +641,7 @@ def sample(cases: list[Case]) -> list[Case]:
     Cases come in pairs, such as two halves: an odd step has both among them.
     """
     kept = {id(case) for case in cases if not case.is_candidate}
-    candidates = [case for case in cases if case.is_candidate]
-    for _, group in itertools.groupby(candidates, key=lambda case: case.name.split()[0]):
-        several = list(group)
+    for several in families([case for case in cases if case.is_candidate]):
         kept |= {id(case) for case in (*several[::5], several[-1])}
     return [case for case in cases if id(case) in kept]
 
