@@ -38,7 +38,7 @@ def _seed():
 @pytest.fixture(scope="session")
 def native_library():
     try:
-        return library.load(torch.get_num_threads())
+        return library.load(len(os.sched_getaffinity(0)))
     except ConfigError as error:
         if "no C compiler" in str(error):
             pytest.skip(f"native kernels cannot be compiled here: {error}")

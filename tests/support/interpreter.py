@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from contextlib import contextmanager
+from functools import cached_property
 
 
 @contextmanager
@@ -111,3 +112,87 @@ def quicken():
 
     tl.core.tuple_type.__init__ = note
     tl.core.tuple_type.name = property(spell)
+    _quicken_calls()
+    _quicken_shapes()
+
+
+def _quicken_calls():
+    """Hand the interpreter to a function of the language without a copy of its arguments."""
+    from triton.runtime import interpreter  # noqa: PLC0415 - where Triton is not installed
+
+    semantics = {}
+
+    def attribute(place, name, member, builder, scope):
+        semantic = semantics.get(id(builder))
+        if semantic is None or semantic.builder is not builder:
+            semantic = semantics[id(builder)] = interpreter.TritonSemantic(builder)
+
+        def call(*arguments, **named):
+            named["_semantic"] = semantic
+            return member(*arguments, **named)
+
+        scope.set_attr(place, name, call)
+
+    interpreter._patch_attr = attribute
+
+
+def _quicken_shapes():
+    """Check a shape once, not for every value that has it; name types when somebody reads it."""
+    from triton import language as tl  # noqa: PLC0415 - where Triton is not installed
+    from triton.language.semantic import TritonSemantic  # noqa: PLC0415 - as above
+
+    block, value, shapes = tl.core.block_type, tl.core.tensor, tl.core.tuple
+    their_block, their_value = block.__init__, value.__init__
+    their_shape, their_equal = shapes.__init__, shapes.__eq__
+    their_broadcast = TritonSemantic.broadcast_impl_value
+    checked: dict[tuple[int, ...], tuple] = {}
+    shown: dict[tuple[int, ...], tuple] = {}
+
+    def make_block(self, element_ty, shape):
+        key = tuple(shape)
+        if not all(type(size) is int for size in key):
+            their_block(self, element_ty, shape)
+        elif key not in checked:
+            their_block(self, element_ty, shape)
+            checked[key] = self.shape, self.numel
+        else:
+            self.element_ty = element_ty
+            self.shape, self.numel = checked[key]
+
+    def make_value(self, handle, kind):
+        key = tuple(kind.shape) if kind.is_block() else ()
+        if key not in shown:
+            their_value(self, handle, kind)
+            shown[key] = self.shape, self.numel
+        else:
+            self.handle, self.type, self.dtype = handle, kind, kind.scalar
+            self.shape, self.numel = shown[key]
+
+    def make_shape(self, args, type=None):  # noqa: A002 - their name
+        if type is None:
+            self.values = list(args)
+        else:
+            their_shape(self, args, type)
+
+    def equal(self, other):
+        values = other.values if isinstance(other, shapes) else other
+        if isinstance(values, list | tuple) and all(type(size) is int for size in values):
+            return tl.constexpr(self.values == list(values))
+        return their_equal(self, other)
+
+    def broadcast(self, left, right):
+        if left.type.is_block() and right.type.is_block() and left.type.shape is right.type.shape:
+            return left, right
+        return their_broadcast(self, left, right)
+
+    # Both give way to what an object was told itself.
+    for kind, name, make in (
+        (block, "name", lambda self: f"<{self.shape}, {self.element_ty}>"),
+        (shapes, "type", lambda self: tl.core._type_for_tuple_values(self.values)),
+    ):
+        lazy = cached_property(make)
+        lazy.__set_name__(kind, name)
+        setattr(kind, name, lazy)
+    block.__init__, value.__init__, shapes.__init__ = make_block, make_value, make_shape
+    shapes.__eq__ = equal
+    TritonSemantic.broadcast_impl_value = broadcast

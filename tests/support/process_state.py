@@ -14,6 +14,8 @@ import resource
 import signal
 import sys
 
+from tests.support import garbage
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
 """What servers and their parents handle; SIGALRM is the time limit's of pytest."""
 THEIRS = (b"PYTEST_CURRENT_TEST", b"TORCHINDUCTOR_CACHE_DIR", b"CUDA_MODULE_LOADING")
@@ -26,7 +28,7 @@ def process_state() -> dict[str, object]:
     state: dict[str, object] = {
         "switch interval": sys.getswitchinterval(),
         "recursion limit": sys.getrecursionlimit(),
-        "garbage collection": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count() > 0),
+        "garbage collection": (gc.isenabled(), gc.get_threshold(), garbage.is_frozen()),
         "working directory": os.getcwd(),  # noqa: PTH109 - a Path costs more than the question
         "locale": locale.setlocale(locale.LC_ALL),
         "signal handlers": tuple(map(signal.getsignal, SIGNALS)),
