@@ -98,8 +98,9 @@ class EngineConfig:
     )
     itl_target_ms: float | str = setting(
         "auto",
-        "Steps that carry decodes take fewer prompt tokens, so as to end within so many "
-        "milliseconds; 0: token budget alone. auto: 30 on a GPU, 0 on a CPU or without warm-up.",
+        "Steps that carry decodes take fewer prompt tokens, so that 95 % of them end within so "
+        "many milliseconds; 0: token budget alone. auto: 30 on a GPU, 0 on a CPU or without "
+        "warm-up.",
     )
     late_binding: bool = setting(
         False,

@@ -349,6 +349,8 @@ class StepTimings(msgspec.Struct, frozen=True, array_like=True):
     """Of the device, between two steps although the second was there."""
     predicted_s: float
     """Of the last step, when it was issued."""
+    pace_margin: float
+    """What predictions of steps cut to a time are taken by; see engine/pace_margin.py."""
     host: Distribution
     """`HOST_BOUNDS_S`: schedule, prepare, commit and publish of one step together."""
     device: Distribution

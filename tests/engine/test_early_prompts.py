@@ -175,7 +175,7 @@ def test_it_takes_no_time_from_streams_that_have_a_target():
             return 0
 
     bench = make_bench(num_blocks=128, budget=64)
-    bench.engine.scheduler._pace = Strict()
+    bench.engine.scheduler.pace = Strict()
     grow(bench, "r-9", 0, PROMPT)
     bench.engine.add(request("r-0", [1], 6))
     rest(bench)

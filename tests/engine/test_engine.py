@@ -763,6 +763,26 @@ def test_steps_that_score_prompts_teach_nothing_of_the_time_of_others_and_are_no
     assert sum(timings.ratio.counts) == 3
 
 
+def test_steps_that_outlast_what_they_were_cut_to_widen_the_margin_and_scored_ones_do_not():
+    """Decodes beside a prompt that no step has time for as a whole."""
+    for scores in (False, True):
+        bench = make_bench(slots=2, budget=64, num_blocks=64, target_s=0.0031)
+        execute = bench.runner.execute
+
+        def late(rows, execute=execute, scores=scores):
+            result = replace(execute(rows), device_s=0.5)
+            return replace(result, prompt_logprobs={0: []}) if scores else result
+
+        bench.runner.execute = late
+        bench.engine.add(request("r-0", [1], 12))
+        bench.step()
+        bench.engine.add(request("r-1", [1] * 40, 1))
+        bench.run()
+        margin = bench.engine.scheduler.pace.margin.value
+        assert (margin > 1.0) is not scores
+        assert bench.engine.stats().timings.pace_margin == margin
+
+
 def test_a_lease_goes_with_a_request_that_is_refused_or_aborted_while_it_waits():
     bench = make_bench(num_blocks=16, slots=1)
     bench.engine.add(request("r-0", [1] * 10, 20))

@@ -46,8 +46,6 @@ class Simulation:
             self.scheduler,
             model,
             max_ttft_s=max_ttft_s,
-            target_s=target_s,
-            least_tokens=BUDGET // 8,
         )
         self.now_s = 0.0
         self.first_s = {}

@@ -374,6 +374,10 @@ class Engine:
             self._late.observe(device_s=result.device_s, idle_s=idle_s, host_s=host_s)
         if not scores:
             self.step_time.observe(in_flight.load, result.device_s)
+        pace = self.scheduler.pace
+        if pace is not None and predicted_s is not None and result.device_s > 0.0:
+            pace.observe(in_flight.load, predicted_s, result.device_s)
+            self.meter.pace_margin = pace.margin.value
         self._counters.steps += 1
         self._counters.step_time_s = now - started
         self._counters.step_tokens = in_flight.step.num_tokens

@@ -46,8 +46,6 @@ class Gate:
         scheduler: Who waits and runs, in which order.
         step_time: Predicts steps; without a fit nothing is predicted.
         max_ttft_s: A first token predicted later is refused; 0: none is.
-        target_s: Most seconds of a step with decodes, as the scheduler cuts it; 0: no target.
-        least_tokens: Prompt tokens of such a step that are never cut.
     """
 
     def __init__(
@@ -56,15 +54,11 @@ class Gate:
         step_time: StepTimeModel,
         *,
         max_ttft_s: float = 0.0,
-        target_s: float = 0.0,
-        least_tokens: int = 1,
     ) -> None:
         self.max_ttft_s = max_ttft_s
         self.late_refusals_total = 0
         self._scheduler = scheduler
         self._step_time = step_time
-        self._target_s = target_s
-        self._least_tokens = least_tokens
 
     def judge(self, sequence: Sequence, *, now_s: float, busy_s: float) -> Refusal | None:
         """Predict the first token of a sequence that was just queued; say whether it is too late.
@@ -154,6 +148,7 @@ class Gate:
                 prompts.append(Ahead(s.num_computed, s.uncomputed, left, waits=False))
             else:
                 streams.append(Stream(s.length, self._left(s)))
+        pace = scheduler.pace
         return House(
             costs=costs,
             streams=streams,
@@ -162,8 +157,8 @@ class Gate:
             kv_free=scheduler.blocks.available_units * scheduler.blocks.unit_tokens,
             growth=GROWTH_TOKENS,
             token_budget=scheduler.token_budget,
-            target_s=self._target_s,
-            least_tokens=self._least_tokens,
+            target_s=0.0 if pace is None else pace.aim_s,
+            least_tokens=1 if pace is None else pace.least_tokens,
             busy_s=busy_s,
         )
 

@@ -1,14 +1,17 @@
 """How many prompt tokens a step may carry, so that the streams in it wait no longer than meant.
 
-Pure: coefficients in, tokens out. A step without decodes is not cut, for nobody's next token waits
-for it. However long the decodes alone take, a share of the step stays with the prompts: a target
-that cannot be held must not starve them.
+Coefficients in, tokens out. A step is cut so that 95 of 100 end in time, not so that the mean does:
+what predictions miss is learnt from the steps themselves (pace_margin.py). A step without decodes
+is not cut, for nobody's next token waits for it. However long the decodes alone take, a share of
+the step stays with the prompts: a target that cannot be held must not starve them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from tailrace.engine.pace_margin import PaceMargin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -25,16 +28,28 @@ class Pace:
 
     Args:
         model: Predicts steps; without a fit nothing is cut.
-        target_s: Most seconds of such a step.
+        target_s: Seconds within which such steps end, all but one in twenty.
         least_tokens: Prompt tokens that any step may carry.
         round_down: Of (decodes, prompt tokens): the largest size up to there that the device
             computes without padding.
+        margin: By which steps outlast their predictions.
     """
 
     model: StepTimeModel
     target_s: float
     least_tokens: int
     round_down: Callable[[int, int], int]
+    margin: PaceMargin = field(default_factory=PaceMargin)
+
+    @property
+    def aim_s(self) -> float:
+        """What a step may be predicted to take."""
+        return self.target_s / self.margin.value
+
+    def observe(self, load: StepLoad, predicted_s: float, measured_s: float) -> None:
+        """Learn from a step that is done: what it computed, and its seconds on the device."""
+        if load.decodes and load.prefill_tokens:
+            self.margin.add(predicted_s, measured_s, self.target_s)
 
     def limit(self, load: StepLoad, prompts: Iterable[tuple[int, int]], most: int) -> int:
         """Return how many prompt tokens to put beside the decodes of `load`, at most `most`.
@@ -70,12 +85,12 @@ class Pace:
     def fitting(self, load: StepLoad, start: int, wanted: int) -> int:
         """Return the most tokens up to `wanted` with which the step is done in time; 0: none."""
         costs = self.model.costs
-        if costs is None or load.with_chunk(start, wanted).seconds(costs) <= self.target_s:
+        if costs is None or load.with_chunk(start, wanted).seconds(costs) <= self.aim_s:
             return wanted
         low, high = 0, wanted  # the first is in time or none, the last is not
         while high - low > 1:
             middle = (low + high) // 2
-            if load.with_chunk(start, middle).seconds(costs) <= self.target_s:
+            if load.with_chunk(start, middle).seconds(costs) <= self.aim_s:
                 low = middle
             else:
                 high = middle

@@ -173,7 +173,7 @@ class Scheduler:
         self.token_budget = token_budget
         self._padded_decodes = padded_decodes
         self._whole_prompts = whole_prompts
-        self._pace = pace
+        self.pace = pace
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions_total = 0
@@ -302,9 +302,9 @@ class Scheduler:
 
     def _in_time(self, load: StepLoad, start: int, wanted: int) -> int:
         """Return how many of a prompt's next tokens a step has time for beside its decodes."""
-        if self._pace is None or not load.decodes:
+        if self.pace is None or not load.decodes:
             return wanted
-        return self._pace.fitting(load, start, wanted)
+        return self.pace.fitting(load, start, wanted)
 
     def _at_the_end(self) -> Iterable[Table]:
         """Tables without room for the next token."""
@@ -408,9 +408,9 @@ class Scheduler:
     def _chunk_end(self, step: Step, sequence: Sequence, left: int) -> int:
         """Where a chunk ends that takes what the step's budget has left."""
         start, wanted = sequence.num_computed, min(sequence.uncomputed, left)
-        if self._pace is not None and wanted > 1:
+        if self.pace is not None and wanted > 1:
             # Of who is new, the limit did not know how much of its prompt is cached.
-            wanted = self._pace.chunk(step.padded_load, start, wanted)
+            wanted = self.pace.chunk(step.padded_load, start, wanted)
         return start + wanted
 
     def _left(self, step: Step) -> int:
@@ -421,10 +421,10 @@ class Scheduler:
 
     def _prompt_limit(self, step: Step) -> int | None:
         """Return how many prompt tokens the step has time for beside the decodes it now holds."""
-        if self._pace is None or not step.decodes:
+        if self.pace is None or not step.decodes:
             return None
         most = max(0, self._left(step))
-        return self._pace.limit(step.padded_load, self._prompts_ahead(), most)
+        return self.pace.limit(step.padded_load, self._prompts_ahead(), most)
 
     def _prompts_ahead(self) -> Iterator[tuple[int, int]]:
         """Yield who is to be computed next, in order: tokens computed before, and left."""

@@ -370,13 +370,7 @@ def make_engine(config: EngineConfig, loaded: Loaded, submit: Callable[..., Futu
         pace=_pace(config, loaded),
         swap_pays=swap_pays(loaded),
     )
-    gate = Gate(
-        scheduler,
-        loaded.step_time,
-        max_ttft_s=config.max_ttft,
-        target_s=config.itl_target_s,
-        least_tokens=_least_tokens(config),
-    )
+    gate = Gate(scheduler, loaded.step_time, max_ttft_s=config.max_ttft)
     return Engine(
         scheduler,
         loaded.runner,
@@ -393,17 +387,13 @@ def make_engine(config: EngineConfig, loaded: Loaded, submit: Callable[..., Futu
     )
 
 
-def _least_tokens(config: EngineConfig) -> int:
-    return max(1, token_budget(config) // LEAST_SHARE)
-
-
 def _pace(config: EngineConfig, loaded: Loaded) -> Pace | None:
     if not config.itl_target_s:
         return None
     return Pace(
         loaded.step_time,
         target_s=config.itl_target_s,
-        least_tokens=_least_tokens(config),
+        least_tokens=max(1, token_budget(config) // LEAST_SHARE),
         round_down=loaded.runner.whole_prompts,
     )
 

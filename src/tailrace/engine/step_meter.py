@@ -61,6 +61,8 @@ class StepMeter:
     idle_s: float = 0.0
     predicted_s: float = 0.0
     """Of the last step."""
+    pace_margin: float = 1.0
+    """By which steps cut to `--itl-target-ms` outlast their predictions (pace_margin.py)."""
     _turn_s: float = 0.0
     """Of the turn that goes on: schedule, prepare, commit and publish."""
     _host: Histogram = field(default_factory=lambda: Histogram(HOST_BOUNDS_S))
@@ -137,6 +139,7 @@ class StepMeter:
             publish_s_total=self.publish_s,
             idle_s_total=self.idle_s,
             predicted_s=self.predicted_s,
+            pace_margin=self.pace_margin,
             host=self._host.read(),
             device=self._device.read(),
             error=self._error.read(),

@@ -415,6 +415,11 @@ def _step_timings(timings: StepTimings) -> Iterator[Metric]:
     )
     yield _gauge("engine_step_predicted_seconds", "The last step's prediction", timings.predicted_s)
     yield _gauge(
+        "engine_step_pace_margin_ratio",
+        "What predictions of steps cut to --itl-target-ms are multiplied by, for 95 % to hold it",
+        timings.pace_margin,
+    )
+    yield _gauge(
         "engine_step_prediction_recent_error_ratio",
         "Share by which predictions were off, over the device's last ten seconds or so",
         timings.recent_error,
