@@ -34,15 +34,18 @@ def test_half_precision_wins_from_seventeen_sequences_on(kind):
     assert least_decodes(layers(kind, kind), CUDA, HOPPER) == 17
 
 
-@pytest.mark.parametrize("kind", [Int4Linear, Float8Linear])
+def test_four_bits_win_at_every_number_of_sequences():
+    assert least_decodes(layers(Int4Linear, Int4Linear), CUDA, HOPPER) == 1
+
+
+@pytest.mark.parametrize("kind", [Int4Linear, SkinnyLinear])
 def test_one_layer_that_was_not_measured_leaves_all_steps_plain(kind):
-    assert least_decodes(layers(CublasLinear, kind, CublasLinear), CUDA, HOPPER) is None
+    assert least_decodes(layers(kind, Float8Linear, kind), CUDA, HOPPER) is None
 
 
-def test_the_layer_that_wins_last_has_the_word(monkeypatch):
-    monkeypatch.setattr(decode_launches, "LEAST_DECODES", {**LEAST_DECODES, Int4Linear: 40})
-    assert least_decodes(layers(SkinnyLinear, Int4Linear), CUDA, HOPPER) == 40
-    assert least_decodes(layers(SkinnyLinear), CUDA, HOPPER) == 17
+def test_the_layer_that_wins_last_has_the_word():
+    """As where a checkpoint in 4 bits leaves some layers as they were."""
+    assert least_decodes(layers(Int4Linear, SkinnyLinear, Int4Linear), CUDA, HOPPER) == 17
 
 
 def test_a_layer_that_the_table_does_not_know_is_not_guessed_at():
@@ -63,7 +66,7 @@ def test_other_devices_than_the_measured_one_are_served_plainly(device, capabili
 def test_models_are_told_by_their_layers(stored, tmp_path, monkeypatch):
     exact_float8(monkeypatch)
     model = loaded(folder_of(tmp_path, stored), TritonKernels(CPU, "float32"))
-    assert least_decodes(model.layer_linears, CUDA, HOPPER) is None
+    assert least_decodes(model.layer_linears, CUDA, HOPPER) == LEAST_DECODES[KINDS[stored]]
     monkeypatch.setattr(decode_launches, "LEAST_DECODES", {KINDS[stored]: 9})
     assert least_decodes(model.layer_linears, CUDA, HOPPER) == 9
 
@@ -71,11 +74,12 @@ def test_models_are_told_by_their_layers(stored, tmp_path, monkeypatch):
 def test_of_two_copies_the_one_that_serves_decodes_counts(tmp_path, monkeypatch):
     kernels = TritonKernels(CPU, "float32")
     model = with_copy(loaded(folder_of(tmp_path, "awq"), kernels), kernels, FORMATS["bf16"])
-    assert least_decodes(model.layer_linears, CUDA, HOPPER) is None
+    assert least_decodes(model.layer_linears, CUDA, HOPPER) == 1
     monkeypatch.setattr(decode_launches, "LEAST_DECODES", {Int4Linear: 9, CublasLinear: None})
     assert least_decodes(model.layer_linears, CUDA, HOPPER) == 9
 
 
 def test_it_is_said_in_words():
     assert describe(None) == "plain"
+    assert describe(1) == "dependent"
     assert describe(17) == "dependent from 17 sequences on"
