@@ -83,7 +83,8 @@ class EngineConfig:
         "auto",
         "Whether a GPU computes the decodes and the prompts of a step at once, on two streams, "
         "where each has its copy of the weights (prefill-weights). on: an error where they have "
-        "not | off | auto: off, until it was measured. It changes no result.",
+        "not | off | auto: on where they have and the GPU is Hopper (there it was measured). It "
+        "changes no result.",
     )
     gpus: tuple[int, ...] = setting((), "Device indices; empty serves on the CPU.")
     context_length: int = setting(0, "Most tokens of one sequence; 0 takes the model's own.")

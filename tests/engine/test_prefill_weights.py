@@ -27,7 +27,6 @@ from tailrace.engine.accuracy_record import (
 from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.cuda_runner import CudaRunner
 from tailrace.engine.device_kv import kv_bytes_per_token
-from tailrace.engine.phase_overlap import PhaseOverlap, overlap_of
 from tailrace.engine.prefill_weights import Choice, Prefill, choose, copy_bytes, make, with_copy
 from tailrace.engine.step_arrays import leading_decodes
 from tailrace.engine.step_probes import Probe, ProbeRun
@@ -559,73 +558,3 @@ def test_kv_of_one_copy_is_not_found_by_another():
     assert len(keys) == 2
     # No salt of a client's makes one of the other's keys.
     assert caches[0]._key("fp8\0", [1, 2, 3, 4]) not in keys
-
-
-@pytest.mark.parametrize("name", ["bf16", "fp8"])
-def test_phases_that_go_apart_give_the_tokens_of_steps_that_do_not(folders, name):
-    """Mixed steps in frames with padding, and out of them; prompts and decodes alone."""
-    kernels, model = loaded(folders["4 bits"])
-    model = with_copy(model, kernels, FORMATS[name])
-    found = []
-    for overlap in (None, PhaseOverlap.on(CPU)):
-        for kind in (Framed, CudaRunner):
-            runner = make_runner(model, kernels, kind, prefill_weights=name, overlap=overlap)
-            for caches in runner.kv_caches:
-                for cache in caches:
-                    cache.fill_(float("nan"))
-            found.append(generate(runner, make_requests(temperature=0.0)[1:4]))
-    assert found[0] == found[1] == found[2] == found[3]
-
-
-def test_rows_of_each_phase_go_through_the_layers_by_themselves(folders):
-    kernels, model = loaded(folders["4 bits"])
-    model = with_copy(model, kernels, FORMATS["bf16"])
-    steps = []
-
-    class Counted:
-        layer_linears = model.layer_linears
-
-        def __getattr__(self, name):
-            return getattr(model, name)
-
-        def forward(self, ids, batch, *rest):
-            steps.append((len(ids), batch.num_decodes, len(batch.tiles) > 0))
-            return model.forward(ids, batch, *rest)
-
-    runner = make_runner(Counted(), kernels, prefill_weights="bf16", overlap=PhaseOverlap.on(CPU))
-    generate(runner, make_requests(temperature=0.0)[1:4])
-    assert {(rows == decodes, has_tiles) for rows, decodes, has_tiles in steps} == {
-        (True, False),
-        (False, True),
-    }
-    assert all(decodes in (0, rows) for rows, decodes, _ in steps)
-
-
-def test_scratch_of_the_weights_is_not_that_of_their_copies(folders):
-    """They are multiplied at once."""
-    kernels, model = loaded(folders["4 bits"])
-    copied = with_copy(model, kernels, FORMATS["fp8"])
-    few, many = (
-        {id(layer._workspace) for layer in layers}
-        for layers in zip(*((one.few, one.many) for one in copied.layer_linears), strict=True)
-    )
-    assert len(few) == len(many) == 1
-    assert few != many
-
-
-@pytest.mark.parametrize(
-    ("stored", "words"),
-    [
-        (None, "one copy of the weights serves both phases, and would be read twice"),
-        (AWQ | {"modules_to_not_convert": ["down_proj"]}, r"1 layers \(.*\) have no copy"),
-    ],
-    ids=["one copy", "a layer without"],
-)
-def test_phases_that_cannot_go_apart_are_an_error_where_it_is_asked_for(tmp_path, stored, words):
-    kernels, model = loaded(make_folder(tmp_path, stored))
-    if stored is not None:
-        model = with_copy(model, kernels, FORMATS["fp8"])
-    assert overlap_of("off", model, CPU) is None
-    assert overlap_of("auto", model, CPU) is None
-    with pytest.raises(ConfigError, match=f"--phase-overlap on: {words}"):
-        overlap_of("on", model, CPU)

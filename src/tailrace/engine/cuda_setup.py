@@ -22,7 +22,7 @@ from tailrace.engine.device_sampler import DeviceSampler
 from tailrace.engine.frames import Detail, Frame, graph_buckets, mixed_frames
 from tailrace.engine.host_kv import STAGING_BYTES
 from tailrace.engine.kv_calibration import find_scales
-from tailrace.engine.phase_overlap import overlap_of
+from tailrace.engine.phase_overlap import overlap_of, why_off
 from tailrace.engine.prefill_weights import choose
 from tailrace.engine.prefill_weights import make as make_copy
 from tailrace.engine.setup import describe_kv
@@ -223,8 +223,9 @@ def load_runner(
         log.info("kv_scales", source=found.source, scales=found.listed())
         times.mark("KV scales")
 
-    overlap = overlap_of(config.phase_overlap, model, kernels.device)
-    log.info("phase_overlap", serves="off" if overlap is None else "decodes and prompts at once")
+    overlap = overlap_of(config.phase_overlap, model, kernels.device, kernels.capability)
+    why = why_off(config.phase_overlap, model, kernels.capability)
+    log.info("phase_overlap", serves=f"off: {why}" if why else "decodes and prompts at once")
 
     def make(kv_share: float) -> tuple[CudaRunner, int, int]:
         smaller = replace(memory, kv=int(memory.kv * kv_share))
@@ -472,15 +473,21 @@ def plan_memory(
     """Measure the largest step and give KV what is left of the allowed share."""
     torch.cuda.empty_cache()
     weights = torch.cuda.memory_allocated()
-    activations = measure_step(
-        model, kernels, rows=token_budget, sampled=config.max_batch_size, context=context
-    )
+    measured = partial(measure_step, model, kernels, sampled=config.max_batch_size, context=context)
+    activations = measured(rows=token_budget)
+    apart = 0
+    if why_off(config.phase_overlap, model, kernels.capability) is None:
+        # What one stream has freed no other gets: decodes' rows, logits and the joined rows lie
+        # beside the prompts' rows, once in graphs and once out of them.
+        joined = token_budget * model.config.hidden_size * 4
+        apart = 2 * (measured(rows=min(config.max_batch_size, token_budget)) + joined)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     allowed = int(total * config.gpu_memory_utilization)
     # CUDA's own context: what the driver counts for a process and torch does not; other
     # processes' memory cannot be told from it, so it is taken at a fixed figure.
     later = _GRAPH_BYTES + later_bytes(config, model, kernels, token_budget, context) + activations
+    later += apart
     if config.cpu_offload_gib:
         later += STAGING_BYTES
     overhead = (600 << 20) + later

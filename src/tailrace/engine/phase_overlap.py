@@ -14,12 +14,16 @@ must not be shared between the streams is scratch: that of split sums is one for
 one for their copies (`TritonKernels`), and decodes' attention alone has some.
 
 Memory that one stream frees is handed out again on that stream alone. What crosses over is made
-before the fork or lives until the join, and the next fork waits for this step's last kernel.
+before the fork or lives until the join, and the next fork waits for this step's last kernel. What
+fails half-way is joined all the same: the next step overwrites the arrays that its kernels read,
+and a capture with a stream that never came back cannot be ended.
+
+`auto` goes apart where that was measured to win, on Hopper.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -31,6 +35,7 @@ from tailrace.kernels.linear.phased_linear import PhasedLinear
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from tailrace.kernels.attention_shapes import Capability
     from tailrace.kernels.kv_scales import KVScales
     from tailrace.kernels.paged_attention.device_batch import DeviceBatch
     from tailrace.models.causal_lm import CausalLM, KVCache
@@ -46,27 +51,56 @@ def why_not_apart(model: CausalLM) -> str | None:
     return f"{len(alone)} layers ({alone[0].name}) have no copy for prompts, and share scratch"
 
 
-def overlap_of(asked: str, model: CausalLM, device: torch.device) -> PhaseOverlap | None:
-    """Return what serves steps, or None where all their rows go one way.
+def why_off(asked: str, model: CausalLM, capability: Capability) -> str | None:
+    """Say why all rows of a model's steps go one way, or None where phases go apart.
 
     Args:
-        asked: on, off, or auto, which is off until a GPU has spoken.
+        asked: on, off, or auto.
+        model: That serves.
+        capability: Of its device.
+    """
+    if asked == "off":
+        return "as asked"
+    reason = why_not_apart(model)
+    if reason is None and asked == "auto" and capability != MEASURED:
+        return "not measured on this GPU"
+    return reason
+
+
+def overlap_of(
+    asked: str, model: CausalLM, device: torch.device, capability: Capability
+) -> PhaseOverlap | None:
+    """Return what has phases go apart, or None where they do not (`why_off`).
+
+    Args:
+        asked: on, off, or auto.
         model: That serves.
         device: The model's.
+        capability: The device's.
 
     Raises:
         ConfigError: It is asked for, and phases cannot go apart.
     """
-    if asked != "on":
-        return None
-    reason = why_not_apart(model)
-    if reason is not None:
+    reason = why_off(asked, model, capability)
+    if reason is None:
+        return PhaseOverlap.on(device)
+    if asked == "on":
         raise ConfigError(f"--phase-overlap on: {reason}; name --prefill-weights, or use auto")
-    return PhaseOverlap.on(device)
+    return None
 
 
-PRIORITIES = (0, 0)
-"""Of the decodes' stream and the prompts': CUDA's, lower ones go first."""
+DECODES, PROMPTS = 0, 1
+"""Places of the phases in what there is one of each."""
+
+PRIORITIES = (0, -1)
+"""Of the phases' streams: CUDA's, lower ones go first.
+
+The best of three on an H200 (docs/performance.md): decodes wait for memory whoever goes first, and
+what prompts lose they lose as arithmetic.
+"""
+
+MEASURED = (9, 0)
+"""The compute capability on which going apart was seen to win."""
 
 
 @dataclass(frozen=True)
@@ -112,35 +146,34 @@ class PhaseOverlap:
         decodes = batch.num_decodes
         if decodes == len(token_ids):
             return model.forward(token_ids, batch, kv_caches, kv_scales)
-        # Prompts have more to do, so they are queued first; alone they go to their stream as
-        # well, or their rows would take memory of two.
-        with self._apart(1):
-            own = prompts_of(batch) if decodes else batch
-            prompts = model.forward(token_ids[decodes:], own, kv_caches, kv_scales)
-        if not decodes:
-            self._join(1)
-            return prompts
-        with self._apart(0):
-            own = decodes_of(batch)
-            ahead = model.forward(token_ids[:decodes], own, kv_caches, kv_scales)
-        self._join(0)
-        self._join(1)
-        return torch.cat([ahead, prompts])
+        with ExitStack() as joins:
+            # Prompts have more to do, so they are queued first; alone they go to their stream as
+            # well, or their rows would take memory of two.
+            with self._apart(PROMPTS, joins):
+                own = prompts_of(batch) if decodes else batch
+                prompts = model.forward(token_ids[decodes:], own, kv_caches, kv_scales)
+            if decodes:
+                with self._apart(DECODES, joins):
+                    own = decodes_of(batch)
+                    ahead = model.forward(token_ids[:decodes], own, kv_caches, kv_scales)
+        return torch.cat([ahead, prompts]) if decodes else prompts
 
     @contextmanager
-    def _apart(self, phase: int) -> Iterator[None]:
-        """Queue on a phase's stream, behind what the current one has queued."""
+    def _apart(self, phase: int, joins: ExitStack) -> Iterator[None]:
+        """Queue on a phase's stream, behind what the current one has queued; join it at the end.
+
+        Args:
+            phase: DECODES or PROMPTS.
+            joins: At whose end the current stream waits for the phase's, whatever happened.
+        """
         if self.streams is None:
             yield
             return
-        stream = self.streams[phase]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        stream, current = self.streams[phase], torch.cuda.current_stream(self.device)
+        stream.wait_stream(current)
+        joins.callback(current.wait_stream, stream)
         with torch.cuda.stream(stream):
             yield
-
-    def _join(self, phase: int) -> None:
-        if self.streams is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self.streams[phase])
 
 
 def decodes_of(batch: DeviceBatch) -> DeviceBatch:

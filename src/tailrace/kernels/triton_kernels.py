@@ -88,8 +88,6 @@ class TritonKernels:
         self.name = f"triton ({dtype})"
         self._rounds_all = rounds_all
         self._scratch: DecodeScratch | None = None
-        # Prompts' attention runs there beside the decodes'; the higher priority gives it its share
-        # of each multiprocessor: docs/performance.md, "Attention on two streams".
         is_gpu = device.type == "cuda"
         self._workspace = Workspace(device, self.dtype)
         self._copies_workspace = Workspace(device, self.dtype)
@@ -103,6 +101,8 @@ class TritonKernels:
         """A plan's shapes of prompts' attention: (below so many keys, shape), ascending."""
         self._prefill_asked = "auto"
         self._has_hopper_prefill = False
+        # Prompts' attention runs there beside the decodes'; the higher priority gives it its share
+        # of each multiprocessor: docs/performance.md, "Attention on two streams".
         self._beside = torch.cuda.Stream(device, priority=-1) if is_gpu else None  # type: ignore[no-untyped-call]
 
     def serve_prompts_by(
@@ -247,10 +247,12 @@ class TritonKernels:
         else:
             stream = torch.cuda.current_stream(self.device)
             self._beside.wait_stream(stream)
-            with torch.cuda.stream(self._beside):
-                self._prefill(q_THD, caches, planned, scale, out_THD, kv_scales=kv_scales)
-            self._decode(q_THD, caches, planned, scale, out_THD, kv_scales=kv_scales)
-            stream.wait_stream(self._beside)
+            try:
+                with torch.cuda.stream(self._beside):
+                    self._prefill(q_THD, caches, planned, scale, out_THD, kv_scales=kv_scales)
+                self._decode(q_THD, caches, planned, scale, out_THD, kv_scales=kv_scales)
+            finally:  # the next step overwrites what its kernels read
+                stream.wait_stream(self._beside)
         return out_THD.flatten(1)
 
     def _decode(
