@@ -2,14 +2,15 @@
 
     PYTHONPATH=src:. python benchmarks/gpu_engine.py --out DIR [--skip-check | --only-check]
         [--profile] [--kv-cache-dtype fp8] [--weights awq|fp8|fp8-blocks]
-        [--prefill-weights same|fp8|bf16] [--prefill-attention triton|hopper] [--plan auto|FILE]
-        [--phase-overlap on|off]
-        [--mixed DECODESxCONTEXTxTOKENS ...]
+        [--prefill-weights same|fp8|int8|bf16] [--prefill-attention triton|hopper]
+        [--plan auto|FILE] [--phase-overlap on|off]
+        [--mixed DECODESxCONTEXTxTOKENS ... [--phase-priorities DECODES,PROMPTS ...]]
     PYTHONPATH=src:. python benchmarks/gpu_engine.py --out DIR --launches [--weights ...]
         [--plan ...]
 
 Mixed: nothing but steps of so many decodes at a context and prompts that fill the tokens, by an
-engine of that budget, so that the step is captured as it is in serving.
+engine of that budget, so that the step is captured as it is in serving. With priorities, once
+without overlap of phases and once by streams of each of them, in one process.
 
 Launches: nothing but decode steps by dependent launches (kernels/dependent_launch.py) beside steps
 by plain ones, alternated over one running batch; before that, tokens and their log-probabilities

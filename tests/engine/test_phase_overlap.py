@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +21,7 @@ from tailrace.kernels.paged_attention.device_batch import DeviceBatch
 from tests.engine.test_cuda_runner import CPU, Framed, generate, make_requests, make_runner
 from tests.engine.test_prefill_weights import AWQ, FakeCuda, loaded, make_folder
 from tests.support.interpreter import exact_float8, quietly
+from tests.support.streams import written_streams
 
 HOPPER = (9, 0)
 OTHERS = [(8, 0), (8, 9), (10, 0)]
@@ -99,16 +99,6 @@ def test_scratch_of_the_weights_is_not_that_of_their_copies(folder):
 # Streams
 
 
-class Stream:
-    """A stream that writes down what is queued on it and what it waits for."""
-
-    def __init__(self, name, words):
-        self.name, self.words = name, words
-
-    def wait_stream(self, other):
-        self.words.append(f"{self.name} waits for {other.name}")
-
-
 class Layers:
     """A model that is written down where it runs; `fails` names a phase that finds no memory."""
 
@@ -127,20 +117,8 @@ class Layers:
 @pytest.fixture
 def apart(monkeypatch):
     """Return an overlap over streams of the tests, and what happens on them."""
-    words = []
-    current = [Stream("steps", words)]
-
-    @contextmanager
-    def on(stream):
-        current.append(stream)
-        try:
-            yield
-        finally:
-            current.pop()
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current[-1])
-    monkeypatch.setattr(torch.cuda, "stream", on)
-    return PhaseOverlap(CPU, (Stream("first", words), Stream("second", words))), words
+    _, *two = written_streams(monkeypatch, "steps", "first", "second")
+    return PhaseOverlap(CPU, tuple(two)), two[0].words
 
 
 def step_of(decodes, tokens):

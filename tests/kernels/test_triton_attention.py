@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from tailrace.errors import ConfigError, EngineError
 from tailrace.kernels.attention_shapes import ADA, AMPERE, HOPPER, decode_shape, kind, prefill_shape
 from tests.kernels.compare import assert_close
 from tests.kernels.paged import NAN, Paged, make_batch
+from tests.support.streams import written_streams
 
 # (sequence, rows, kv_len): decodes first, then whole prompts and chunks over a cached prefix,
 # around the edges of blocks and of tiles of 64.
@@ -143,6 +145,30 @@ def test_more_than_was_reserved_is_an_error(on_triton):
     two = [(0, 1, 30), (0, 1, 31)]
     with pytest.raises(EngineError, match="2 rows of 31 tokens exceed what was reserved"):
         case.attend(on_triton, two)
+
+
+@pytest.mark.parametrize("fails", [None, "_prefill", "_decode"])
+def test_prompts_beside_decodes_are_waited_for_whatever_fails(monkeypatch, fails):
+    """Else the next step overwrites the tables that they still read."""
+    kernels = pytest.importorskip("tailrace.kernels.triton_kernels").TritonKernels(
+        torch.device("cpu"), "float32"
+    )
+    steps, kernels._beside = written_streams(monkeypatch, "steps", "beside")
+    for name in ("_prefill", "_decode"):
+
+        def queue(*_, name=name, **__):
+            steps.words.append(f"{name} on {torch.cuda.current_stream().name}")
+            if name == fails:
+                raise torch.OutOfMemoryError
+
+        monkeypatch.setattr(kernels, name, queue)
+    batch = make_batch([(1, 9), (5, 5)], 16)
+    cache = torch.zeros(2, 1, 64, 16)
+    with pytest.raises(torch.OutOfMemoryError) if fails else nullcontext():
+        kernels.paged_attention(torch.zeros(6, 2, 64), cache, cache.mT, batch, 1.0)
+    assert steps.words[:2] == ["beside waits for steps", "_prefill on beside"]
+    assert steps.words[-1] == "steps waits for beside"
+    assert ("_decode on steps" in steps.words) == (fails != "_prefill")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,10 @@ of one kind hide behind their own copy's reading alone:
                    + late token x max(0, prompt tokens - 2 x free_rows)
                    + prompts, if it has any + decodes, if it has any + crowd x max(0, decodes - 32)
 
+Where both kinds go at once (phase_overlap.py), a step of both takes less than its parts. There is
+no term for that: `base`, which such a step pays once and its parts would pay twice, takes it up as
+long as a small share of the shorter part is saved (docs/steps.md).
+
 Given `free_rows` the form is linear, so the fit is least squares over non-negative coefficients, of
 relative errors, for each of a few `free_rows`. Terms that the measured steps do not tell apart stay
 0.
