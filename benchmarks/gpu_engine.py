@@ -10,7 +10,8 @@
 
 Mixed: nothing but steps of so many decodes at a context and prompts that fill the tokens, by an
 engine of that budget, so that the step is captured as it is in serving. With priorities, once
-without overlap of phases and once by streams of each of them, in one process.
+without overlap of phases and once by streams of each of them, in one process; tokens and their
+log-probabilities by all must be equal, bit for bit.
 
 Launches: nothing but decode steps by dependent launches (kernels/dependent_launch.py) beside steps
 by plain ones, alternated over one running batch; before that, tokens and their log-probabilities
@@ -39,6 +40,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,7 +99,7 @@ LAUNCHES = (
     (1, 500), (8, 500), (16, 500), (20, 500), (32, 500), (50, 500), (128, 500), (64, 4500),
 )  # fmt: skip
 CHECKED = ((1, 1500), (8, 1500), (20, 700), (50, 700), (128, 100))
-"""Sequences and their longest prompts, where launches are compared."""
+"""Sequences and their longest prompts, where launches or ways of overlap are compared."""
 STEPS = ("weights", "kv_cache_dtype", "plan")
 """Options that decode steps go by."""
 WHOLE = (*STEPS, "prefill_weights", "prefill_attention", "phase_overlap")
@@ -351,10 +353,9 @@ def time_mixed(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Nam
     ways = [(arguments.phase_overlap, phase_overlap.PRIORITIES)]
     if arguments.phase_priorities:
         ways = [("off", (0, 0)), *(("on", given) for given in arguments.phase_priorities)]
-    rows, resident = [], []
+    rows, resident, differing = [], [], 0
     for batch, context, budget in arguments.mixed:
         for overlap, priorities in ways:
-            phase_overlap.PRIORITIES = priorities
             config = EngineConfig(
                 model_path=str(folder), load_format="dummy", gpus=(0,), max_batch_size=128,
                 context_length=8192, max_num_batched_tokens=budget, prefix_cache=False,
@@ -363,8 +364,10 @@ def time_mixed(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Nam
                 prefill_attention=arguments.prefill_attention,
                 kv_cache_tokens=batch * (context + 600) + 70_000,
             )  # fmt: skip
-            engine, kept = make(config, folder, runner)
+            with patch.object(phase_overlap, "PRIORITIES", priorities):
+                engine, kept = make(config, folder, runner)
             resident.append((batch, context, budget, overlap, priorities, engine, kept))
+        differing += tell_apart([engine for *_, engine, _ in resident[-len(ways) :]])
     for batch, context, budget, overlap, priorities, engine, _ in resident:
         step_ms = mixed_step(engine, batch, context)
         rows.append(
@@ -380,7 +383,23 @@ def time_mixed(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Nam
             submit(engine, 16, 4096, 1, 1000)
             profile(engine, f"{batch} decodes x {context}, {budget} tokens", 5)
             drain(engine)
-    write_result("gpu_mixed", arguments, WHOLE, {"rows": rows})
+    write_result("gpu_mixed", arguments, WHOLE, {"rows": rows, "differing": differing})
+    if differing:
+        raise SystemExit(f"{differing} answers depend on the way of overlap")
+
+
+def tell_apart(engines: list[Engine]) -> int:
+    """Return how many answers differ from the first engine's, in any bit of tokens and scores."""
+    differing = 0
+    for batch, longest in CHECKED if len(engines) > 1 else ():
+        first, *others = (scored(engine, batch, longest, logprobs=0) for engine in engines)
+        here = sum(first[name] != found[name] for found in others for name in first)
+        print(
+            f"overlap, {batch:>3} sequences: {here} of {len(others) * batch} answers differ from "
+            "those without", flush=True,
+        )  # fmt: skip
+        differing += here
+    return differing
 
 
 def priorities(words: str) -> tuple[int, int]:

@@ -8,6 +8,8 @@ import pytest
 from benchmarks import gpu_engine
 from benchmarks.gpu_engine import STEPS, WHOLE, parser_of_options, write_result
 
+from tailrace.engine import phase_overlap
+
 
 def written(out, options, *arguments):
     """Return the settings in the files that runs with these arguments leave."""
@@ -77,3 +79,51 @@ def test_both_kinds_of_launches_are_captured_anew_whatever_serves(weights, tmp_p
     sizes = [(row["batch"], row["context"]) for row in found["rows"]]
     assert tuple(sizes) == gpu_engine.LAUNCHES
     assert all(row["ms"] == times for row in found["rows"])
+
+
+def compare_overlap(tmp_path, monkeypatch, scored):
+    """Run the comparison over engines that are their settings."""
+
+    def make(config, *_):
+        return (config.phase_overlap, phase_overlap.PRIORITIES), {}
+
+    monkeypatch.setattr(gpu_engine, "make", make)
+    monkeypatch.setattr(gpu_engine, "scored", scored)
+    monkeypatch.setattr(gpu_engine, "mixed_step", lambda engine, *_: engine[1][1])
+    arguments = parser_of_options().parse_args(
+        ["--out", str(tmp_path), "--mixed", "106x4500x1024", "--phase-priorities", "0,0", "0,1"]
+    )
+    with ThreadPoolExecutor(1) as runner:
+        gpu_engine.time_mixed(tmp_path, runner, arguments)
+
+
+def left(tmp_path):
+    (file,) = tmp_path.iterdir()
+    return json.loads(file.read_text())
+
+
+def test_ways_of_overlap_are_timed_beside_none_by_the_same_answers(tmp_path, monkeypatch):
+    usual = phase_overlap.PRIORITIES
+    compare_overlap(tmp_path, monkeypatch, lambda *_, **__: {"0": [(1, -0.5)]})
+    assert usual == phase_overlap.PRIORITIES
+    found = left(tmp_path)
+    assert [(row["overlap"], tuple(row["priorities"]), row["ms"]) for row in found["rows"]] == [
+        ("off", (0, 0), 0),
+        ("on", (0, 0), 0),
+        ("on", (0, -1), -1),
+    ]
+    sizes = {(row["batch"], row["context"], row["budget"]) for row in found["rows"]}
+    assert sizes == {(106, 4500, 1024)}
+    assert found["differing"] == 0
+
+
+def test_answers_that_depend_on_the_way_of_overlap_fail_the_run_once_it_is_timed(
+    tmp_path, monkeypatch
+):
+    def scored(engine, *_, **__):
+        return {"0": [(1, -0.5)], "1": [(1, -0.5 if engine[0] == "off" else -0.25)]}
+
+    answers = 2 * len(gpu_engine.CHECKED)
+    with pytest.raises(SystemExit, match=f"^{answers} answers depend on the way"):
+        compare_overlap(tmp_path, monkeypatch, scored)
+    assert left(tmp_path)["differing"] == answers

@@ -145,8 +145,9 @@ def register(name: str = "tailrace", *, prefill_attention: str = "triton") -> No
 
     Args:
         name: For `model.set_attn_implementation` and `attn_implementation=`.
-        prefill_attention: Whose kernel computes: "triton", or "hopper" (not yet run on a GPU; what
-            it does not serve goes to SDPA, with the reason). Each name has its own.
+        prefill_attention: Whose kernel computes: "triton", or "hopper" (seen on an H200 in the
+            engine's layout, not yet in transformers'; what it does not serve goes to SDPA, with the
+            reason). Each name has its own.
 
     Raises:
         ConfigError: There is no such kernel.
