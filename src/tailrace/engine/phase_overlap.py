@@ -41,6 +41,19 @@ if TYPE_CHECKING:
     from tailrace.models.causal_lm import CausalLM, KVCache
 
 
+DECODES, PROMPTS = 0, 1
+"""Places of the phases in what there is one of each."""
+
+PRIORITIES = (0, -1)
+"""Of the phases' streams: CUDA's, lower ones go first.
+
+The best of three on an H200 (docs/performance.md); why, was not profiled.
+"""
+
+MEASURED = (9, 0)
+"""The compute capability on which going apart was seen to win."""
+
+
 def why_not_apart(model: CausalLM) -> str | None:
     """Say why a model's phases cannot go apart, or None where they can."""
     alone = [linear for linear in model.layer_linears if not isinstance(linear, PhasedLinear)]
@@ -87,20 +100,6 @@ def overlap_of(
     if asked == "on":
         raise ConfigError(f"--phase-overlap on: {reason}; name --prefill-weights, or use auto")
     return None
-
-
-DECODES, PROMPTS = 0, 1
-"""Places of the phases in what there is one of each."""
-
-PRIORITIES = (0, -1)
-"""Of the phases' streams: CUDA's, lower ones go first.
-
-The best of three on an H200 (docs/performance.md): decodes wait for memory whoever goes first, and
-what prompts lose they lose as arithmetic.
-"""
-
-MEASURED = (9, 0)
-"""The compute capability on which going apart was seen to win."""
 
 
 @dataclass(frozen=True)
