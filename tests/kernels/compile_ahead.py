@@ -42,6 +42,7 @@ from tailrace.kernels.linear import (
     triton_float8,
     triton_float8_few,
     triton_float8_rows,
+    triton_hopper_float8,
     triton_hopper_int4,
     triton_hopper_int4_bands,
     triton_hopper_int4_few,
@@ -396,6 +397,39 @@ def float8_few_cases(kind: int, types: dict[str, str]) -> Iterator[Case]:
         )  # fmt: skip
 
 
+def hopper_float8_cases(kind: int) -> Iterator[Case]:
+    """Every candidate's kind, by channels and by blocks, in one half each."""
+    if kind < HOPPER:
+        return
+    floats = dict.fromkeys(("x_scale_ptr", "w_scale_ptr"), "*fp32")
+    boxes, scales = triton_hopper_float8.BYTES_LAYOUT, triton_hopper_ring.META_LAYOUT
+    kinds = {
+        (rows, shape.words): (rows, shape)
+        for rows, shapes in triton_hopper_float8.CANDIDATES.items()
+        for shape in (replace(shape, least_span=min(shape.least_span, 4)) for shape in shapes)
+    }
+    for (rows, shape), by_blocks in itertools.product(kinds.values(), (False, True)):
+        registers, slice_registers = shape.registers
+        constants = {
+            "TILE": shape.tile, "SLICES": shape.slices, "BY_BLOCKS": by_blocks, "HAS_BIAS": True,
+            "STAGES": shape.stages(rows), "REGISTERS": slice_registers,
+        }  # fmt: skip
+        if not by_blocks:
+            constants["scale_desc"] = None
+        half = "bf16" if by_blocks else "fp16"
+        types = {
+            **TYPES, **floats, **dict.fromkeys(("out_ptr", "bias_ptr"), f"*{half}"),
+            "w_desc": f"tensordesc<fp8e4nv[{shape.box}, 128],{boxes!r}>",
+            "x_desc": f"tensordesc<fp8e4nv[{rows}, 128],{boxes!r}>",
+            "scale_desc": f"tensordesc<fp32[1, {max(rows, 32)}],{scales!r}>",
+        }  # fmt: skip
+        yield Case(
+            f"hopper_float8 {rows} blocks={by_blocks} {shape.words}",
+            triton_hopper_float8.float8_hopper_kernel, constants, shape.warps, types=types,
+            registers=registers, source=GluonASTSource, is_candidate=True,
+        )  # fmt: skip
+
+
 def int8_cases(kind: int) -> Iterator[Case]:
     """Products of int8 rows, by tensor descriptors on Hopper, and rows rounded to int8."""
     halves = dict.fromkeys(("x_ptr", "out_ptr", "bias_ptr", "matrix_ptr"), "*bf16")
@@ -656,6 +690,7 @@ def main(kind: int, *, with_all: bool = False) -> None:
         *hopper_band_cases(kind),
         *hopper_few_cases(kind),
         *hopper_int8_cases(kind),
+        *hopper_float8_cases(kind),
         *hopper_prefill_cases(kind),
         *float8_linear_cases(kind),
         *int8_cases(kind),

@@ -10,7 +10,7 @@ tensor cores multiply the one before:
 code - zero, a whole number, is multiplied; a band's sums of a chunk are scaled in float32 when they
 are there, and nothing is in flight from one chunk to the next. No weight is rounded.
 
-Parts of a tile meet pair by pair (`_met`); `triton_hopper_ring` says what the rest is.
+Parts of a tile meet pair by pair; that, and what the rest is, says `triton_hopper_ring`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from tailrace.kernels.dependent_launch import launch_options
 from tailrace.kernels.linear.triton_hopper_int4 import scale_of
 from tailrace.kernels.linear.triton_hopper_ring import (
     Cut,
-    added,
     descriptors,
     flat,
+    met,
     meta_of,
     multiprocessors,
     new_ring,
     produce,
+    put,
     run_arguments,
-    save,
     sharers,
     stages,
     store,
@@ -142,12 +142,6 @@ def _weights(codes, meta, dtype: gl.constexpr, step: gl.constexpr, layout: gl.co
 
 
 @gluon.jit
-def _put(accs, band: gl.constexpr, acc):
-    """Return the sums with a band's replaced."""
-    return accs[:band] + (acc,) + accs[band + 1 :]  # noqa: RUF005 - Gluon knows no stars
-
-
-@gluon.jit
 def _unit(accs, rings, bars, slot, sums: gl.constexpr):
     """Return the sums with a unit's products, and hand back its slot.
 
@@ -184,13 +178,13 @@ def _unit(accs, rings, bars, slot, sums: gl.constexpr):
                 begun = warpgroup_mma(w, x, zero, use_acc=False, is_async=True)
                 if band > 0:
                     done = warpgroup_mma_wait(1, deps=[part])
-                    accs = _put(accs, band - 1, accs[band - 1] + done * scale)
+                    accs = put(accs, band - 1, accs[band - 1] + done * scale)
                 part = begun
                 scale = scale_of(meta)
     done = warpgroup_mma_wait(0, deps=[part])
     gl.thread_barrier()  # all warps are done with the slot
     mbarrier.arrive(free.index(slot), count=1)
-    return _put(accs, BANDS - 1, accs[BANDS - 1] + done * scale)
+    return put(accs, BANDS - 1, accs[BANDS - 1] + done * scale)
 
 
 @gluon.jit
@@ -223,44 +217,10 @@ def consume(common, TILE: gl.constexpr, HAS_BIAS: gl.constexpr):
         first, others = sharers(sizes, tile)
         parts = part_ptr + (tile + first) * PART
         mine = gl.program_id(0) - first
-        accs, is_last = _met(accs, parts, arrivals + first, mine, others, PART)
+        accs, is_last = met(accs, parts, arrivals + first, mine, others, PART)
         if is_last:
             for band in gl.static_range(len(accs)):
                 store(accs[band], pointers, sizes, tile * TILE, band, 0, HAS_BIAS, rings[1].dtype)
-
-
-@gluon.jit
-def _met(accs, part_ptr, arrivals, mine, others, PART: gl.constexpr):
-    """Add up a tile's parts, pair by pair; return the sums, and whether they are the whole tile's.
-
-    The programs of a tile, 0 to `others`, are the leaves of a tree. Of the two sides of a pair, the
-    one that comes first leaves its sums and ends; the other adds them to its own and goes up. So
-    the sums' order is the tree's, whoever comes last, and nobody reads more than a part a level.
-    """
-    BANDS: gl.constexpr = len(accs)
-    is_alive = True
-    step = 1
-    while is_alive & (step <= others):
-        left = mine - mine % (2 * step)
-        right = left + step
-        if right <= others:  # else there is nobody to meet
-            # Counted where the right side begins: no other pair begins one there.
-            begin = gl.where(mine < right, left, right)
-            is_second = gl.atomic_add(arrivals + right, 0, sem="acquire") == 1
-            if not is_second:
-                for band in gl.static_range(BANDS):
-                    save(accs[band], part_ptr + begin * PART, band, 0, 1)
-                gl.thread_barrier()  # all stores, before the arrival
-                is_second = gl.atomic_add(arrivals + right, 1, sem="acq_rel") == 1
-            if is_second:
-                gl.store(arrivals + right, 0)  # for the next launch
-                other = part_ptr + (left + right - begin) * PART
-                for band in gl.static_range(BANDS):
-                    acc = added(accs[band], other, band)
-                    accs = _put(accs, band, acc)
-            is_alive = is_second
-        step *= 2
-    return accs, is_alive
 
 
 @gluon.jit(do_not_specialize=["num_rows", "chunks", "units", "span"])

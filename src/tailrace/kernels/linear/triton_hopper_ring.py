@@ -1,4 +1,4 @@
-"""What Hopper's kernels over 4-bit weights share: the ring, how work is cut, where split sums meet.
+"""What Hopper's kernels of few rows share: the ring, how work is cut, where split sums meet.
 
     unit      one chunk of inputs of one tile of outputs: codes and scales in boxes of a side's
               outputs, rows in boxes of some inputs
@@ -37,10 +37,10 @@ def meta_of(meta_ring, slot, first, count: gl.constexpr, sums: gl.constexpr):
 
 @gluon.jit
 def flat(ring):
-    """Return int32 [STAGES, BLOCK_N] of a ring of rows, [STAGES, 1, BLOCK_N]."""
+    """Return [STAGES, BLOCK_N] of a ring of single rows, [STAGES, 1, BLOCK_N]."""
     order: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shape: gl.constexpr = [ring.shape[0], ring.shape[2]]
-    return ring._reinterpret(gl.int32, shape, order)  # noqa: SLF001 - there is no other way
+    return ring._reinterpret(ring.dtype, shape, order)  # noqa: SLF001 - there is no other way
 
 
 @gluon.jit
@@ -289,6 +289,46 @@ def arrived_last(arrival, others):
     if is_last:
         gl.store(arrival, 0)  # for the next launch
     return is_last
+
+
+@gluon.jit
+def put(accs, band: gl.constexpr, acc):
+    """Return the sums with a band's replaced."""
+    return accs[:band] + (acc,) + accs[band + 1 :]  # noqa: RUF005 - Gluon knows no stars
+
+
+@gluon.jit
+def met(accs, part_ptr, arrivals, mine, others, PART: gl.constexpr):
+    """Add up a tile's parts, pair by pair; return the sums, and whether they are the whole tile's.
+
+    The programs of a tile, 0 to `others`, are the leaves of a tree. Of the two sides of a pair, the
+    one that comes first leaves its sums and ends; the other adds them to its own and goes up. So
+    the sums' order is the tree's, whoever comes last, and nobody reads more than a part a level.
+    """
+    BANDS: gl.constexpr = len(accs)
+    is_alive = True
+    step = 1
+    while is_alive & (step <= others):
+        left = mine - mine % (2 * step)
+        right = left + step
+        if right <= others:  # else there is nobody to meet
+            # Counted where the right side begins: no other pair begins one there.
+            begin = gl.where(mine < right, left, right)
+            is_second = gl.atomic_add(arrivals + right, 0, sem="acquire") == 1
+            if not is_second:
+                for band in gl.static_range(BANDS):
+                    save(accs[band], part_ptr + begin * PART, band, 0, 1)
+                gl.thread_barrier()  # all stores, before the arrival
+                is_second = gl.atomic_add(arrivals + right, 1, sem="acq_rel") == 1
+            if is_second:
+                gl.store(arrivals + right, 0)  # for the next launch
+                other = part_ptr + (left + right - begin) * PART
+                for band in gl.static_range(BANDS):
+                    acc = added(accs[band], other, band)
+                    accs = put(accs, band, acc)
+            is_alive = is_second
+        step *= 2
+    return accs, is_alive
 
 
 SHARED_BYTES = 227 * 1024
