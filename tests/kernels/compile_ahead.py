@@ -656,6 +656,12 @@ def _pipeline(body: list[tuple[str, str]]) -> Pipeline:
     )
 
 
+def float8_products(code: str) -> tuple[int, int]:
+    """Instructions that multiply float8, 32 inputs each, and those whose sums begin at zero."""
+    products = [line for line in code.splitlines() if "QGMMA.64x" in line]
+    return len(products), sum("RZ, !UPT" in line for line in products)
+
+
 def overlap(code: str) -> list[int]:
     """Exponentials between each wait for all but one product and the next wait.
 
@@ -706,6 +712,8 @@ def main(kind: int, *, with_all: bool = False) -> None:
             found["faults"] = machine_code.faults(code, found["registers"])
             if case.kernel is triton_hopper_prefill.hopper_prefill_kernel:
                 found["overlap"] = overlap(code)
+            if case.kernel is triton_hopper_float8.float8_hopper_kernel:
+                found["float8_products"] = float8_products(code)
             if case.kernel is triton_hopper_int4_bands.int4_bands_kernel:
                 found["pipelines"] = [asdict(loop) for loop in pipelines(code)]
         print(json.dumps(found), flush=True)  # noqa: T201

@@ -46,6 +46,7 @@ def test_every_kernel_compiles_within_the_gpus_means(kind, pytestconfig, tmp_pat
     }  # fmt: skip
     for name in (
         "hopper_int4", "hopper_int4_bands", "hopper_int4_few", "hopper_int8", "hopper_prefill",
+        "hopper_float8",
     ):  # fmt: skip
         assert any(entry["name"].split()[0] == name for entry in kernels) == (kind >= HOPPER)
     float8 = {entry["name"].split()[0] for entry in kernels if entry["name"].endswith("float8")}
@@ -55,14 +56,14 @@ def test_every_kernel_compiles_within_the_gpus_means(kind, pytestconfig, tmp_pat
         {
             "decode", "rope_cache", "rms_norm", "silu_mul", "skinny", "int4", "float8_skinny",
             "quantize_rows", "rms_norm_float8", "silu_mul_float8", "hopper_int4", "float8_few",
-            "hopper_int4_bands", "hopper_int4_few",
+            "hopper_int4_bands", "hopper_int4_few", "hopper_float8",
         }
         if kind >= HOPPER
         else set()
     )  # fmt: skip
     for entry in kernels:
         is_dependent = entry in dependent
-        if entry["name"].startswith("hopper_int4"):
+        if entry["name"].startswith(("hopper_int4", "hopper_float8")):
             # One warp waits; what others write follows the rows that it loads after that, though
             # it stands before in the code.
             assert [entry["waits"] > 0, entry["signals"] > 0] == [is_dependent] * 2, entry
@@ -75,6 +76,13 @@ def test_every_kernel_compiles_within_the_gpus_means(kind, pytestconfig, tmp_pat
         # once a tile.
         spilled = 160 if entry["name"].startswith("hopper_int4 128") else 0
         spilled = 40 if "two units" in entry["name"] else spilled
+        # The widest tiles by blocks: a few addresses and scales beside the sums.
+        is_by_blocks = entry["name"].startswith("hopper_float8") and "blocks=True" in entry["name"]
+        spilled = 24 if is_by_blocks else spilled
+        if "float8_products" in entry:
+            # The tensor cores add the 128 inputs of a chunk, and no more.
+            products, begun = entry["float8_products"]
+            assert products == 4 * begun > 0, entry
         # Two addresses in shared memory, stored where a warp begins.
         spilled = 8 if entry["name"].startswith("hopper_prefill") else spilled
         assert entry["stack"] <= spilled, entry

@@ -11,7 +11,8 @@ and blocks of 128 x 128 on Hopper only; elsewhere those are our own kernel's.
     rounding all     rounded, few   rounded, few        rounded, many
 
 Widening takes longer than the weight's bytes do. A layer that rounds all rows multiplies few of
-them as they are (`triton_float8_few`): a choice of accuracy, which no plan makes.
+them as they are: a choice of accuracy, which no plan makes. On Hopper a plan may choose among two
+kernels then (`hopper_float8_ways`), elsewhere `triton_float8_few` multiplies.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import triton
 
 from tailrace.errors import ConfigError, EngineError
 from tailrace.kernels.attention_shapes import INTERPRETER
 from tailrace.kernels.linear.device_linear import RoundsRows
 from tailrace.kernels.linear.float8 import BLOCK, Float8Weight
 from tailrace.kernels.linear.float8_rows import Float8Rows
+from tailrace.kernels.linear.int4_linear import has_hopper_kernel
 from tailrace.kernels.linear.torch_float8 import TorchFloat8, multiplies
 from tailrace.kernels.linear.triton_float8 import (
     MOST_ROWS,
@@ -46,10 +49,11 @@ from tailrace.kernels.linear.triton_float8_rows import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from tailrace.kernels.attention_shapes import Capability
-    from tailrace.kernels.linear.triton_float8_few import FewFloat8Shape
     from tailrace.kernels.linear.ways import Ways
     from tailrace.kernels.linear.workspace import Workspace
 
@@ -98,9 +102,7 @@ class Float8Linear(RoundsRows):
             self.bias_O = bias_O.to(workspace.device, workspace.dtype).contiguous()
         self._workspace = workspace
         outputs, inputs = weight.shape
-        splits, _ = (few_splits if rounds_all else skinny_splits)(outputs, inputs)
         most_rows = MOST_FEW_ROWS if rounds_all else MOST_ROWS
-        workspace.reserve(outputs=outputs, splits=splits, rows=most_rows)
         self.group = BLOCK if weight.scheme == "block128" else 0
         """Inputs that share a scale in the rows that it takes; 0: all."""
         self.name = f"FP8 by {weight.scheme}"
@@ -110,13 +112,26 @@ class Float8Linear(RoundsRows):
         self.operation = f"fp8/{self._weight.scheme} linear"
         self._torch = TorchFloat8(self._weight, self.bias_O) if by_torch else None
         self._few, self._many = ways(by_torch=by_torch, beyond=most_rows)
-        self._rounded: Ways[FewFloat8Shape] | None = None
+        self._rounded: Ways[object] | None = None
+        self._multiply_few: Callable[..., Tensor] = float8_few
+        room: dict[str, int] = {}
         self.planned: tuple[Ways[object], ...] = (self._few, self._many)
         if rounds_all:
             self.name += ROUNDED
             self.operation += ROUNDED  # plans of the two kinds of layer name other kernels
             self._rounded = few_ways(_capability(workspace.device))
+            if _is_hopper(workspace.device):
+                from tailrace.kernels.linear import (  # noqa: PLC0415 - see has_hopper_kernel
+                    hopper_float8_ways,
+                )
+
+                layer = outputs, inputs, workspace.device
+                self._rounded = hopper_float8_ways.ways(*layer)
+                self._multiply_few = hopper_float8_ways.multiply
+                room = hopper_float8_ways.room(*layer)
             self.planned = (self._rounded, self._many)
+        splits, _ = (few_splits if rounds_all else skinny_splits)(outputs, inputs)
+        workspace.reserve(outputs=outputs, splits=splits, rows=most_rows, **room)
 
     @property
     def nbytes(self) -> int:
@@ -196,7 +211,7 @@ class Float8Linear(RoundsRows):
         rows = x.values.shape[0]
         if self._rounded is not None and rows <= MOST_FEW_ROWS:
             if rows:
-                float8_few(
+                self._multiply_few(
                     x,
                     self._weight,
                     self.bias_O,
@@ -213,6 +228,13 @@ class Float8Linear(RoundsRows):
             raise EngineError(f"{self.name}: torch was chosen, which does not take it here")
         else:
             self._torch.write(x, out_TO)
+
+
+def _is_hopper(device: torch.device) -> bool:
+    """Tell whether a GPU runs kernels that are written for Hopper."""
+    if device.type != "cuda":
+        return False
+    return has_hopper_kernel(torch.cuda.get_device_capability(device), triton.__version__)
 
 
 def _capability(device: torch.device) -> Capability:

@@ -199,15 +199,21 @@ def few_shapes(capability: Capability) -> tuple[tuple[int, FewFloat8Shape], ...]
     return HOPPER if capability[0] == _DESCRIPTORS else OTHERS
 
 
-def few_ways(capability: Capability) -> Ways[FewFloat8Shape]:
-    """Return what can serve 1 to `MOST_FEW_ROWS` rows that come rounded."""
+def few_options(capability: Capability) -> dict[int, dict[str, FewFloat8Shape]]:
+    """Return what can serve 1 to `MOST_FEW_ROWS` rows that come rounded, by the rows of the tile.
+
+    The usual shape of a class comes first.
+    """
     more = HOPPER_CANDIDATES if capability[0] == _DESCRIPTORS else OTHER_CANDIDATES
-    return Ways(
-        {
-            most_rows: {shape.words: shape for shape in (usual, *more[most_rows])}
-            for most_rows, usual in few_shapes(capability)
-        }
-    )
+    return {
+        most_rows: {shape.words: shape for shape in (usual, *more[most_rows])}
+        for most_rows, usual in few_shapes(capability)
+    }
+
+
+def few_ways(capability: Capability) -> Ways[FewFloat8Shape]:
+    """Return what can serve 1 to `MOST_FEW_ROWS` rows that come rounded, by this kernel."""
+    return Ways(few_options(capability))
 
 
 _PROGRAMS, _MOST_SPLITS, _LEAST_STEPS = 264, 8, 4

@@ -67,7 +67,27 @@ if TYPE_CHECKING:
 CHUNK = gl.constexpr(BLOCK)
 """Inputs of a unit: as many as lie in one line of shared memory, and share a scale."""
 MOST_SUMS = gl.constexpr(192)
-"""Registers a thread for sums, with two products under way."""
+"""Registers a thread for sums while two products are under way; where it would be more, one is."""
+
+
+@gluon.jit
+def _new_ring(descs, STAGES: gl.constexpr, BOXES: gl.constexpr):
+    """Return a ring, of units with so many boxes of weights, and its barriers."""
+    w_ring = _boxes_of(descs[0], STAGES * BOXES)
+    x_ring = _boxes_of(descs[1], STAGES)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=1)
+    rings = (w_ring, x_ring, _boxes_of(descs[2], STAGES)) if len(descs) == 3 else (w_ring, x_ring)
+    return rings, (full, free)
+
+
+@gluon.jit
+def _boxes_of(desc, COUNT: gl.constexpr):
+    box: gl.constexpr = desc.block_type.shape
+    return gl.allocate_shared_memory(desc.dtype, [COUNT, box[0], box[1]], desc.layout)
 
 
 @gluon.jit
@@ -330,28 +350,8 @@ def float8_hopper_kernel(
 ):
     if DEPENDENT:
         turn("griddepcontrol.launch_dependents; // $0")
-    w_box: gl.constexpr = w_desc.block_type.shape
-    x_box: gl.constexpr = x_desc.block_type.shape
-    BOXES: gl.constexpr = TILE // w_box[0]
-    w_ring = gl.allocate_shared_memory(
-        w_desc.dtype, [STAGES * BOXES, w_box[0], w_box[1]], w_desc.layout
-    )
-    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, x_box[0], x_box[1]], x_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=1)
-    descs = (w_desc, x_desc)
-    rings = (w_ring, x_ring)
-    if BY_BLOCKS:
-        scales: gl.constexpr = scale_desc.block_type.shape
-        scale_ring = gl.allocate_shared_memory(
-            gl.float32, [STAGES, scales[0], scales[1]], scale_desc.layout
-        )
-        descs = (w_desc, x_desc, scale_desc)
-        rings = (w_ring, x_ring, scale_ring)
-    bars = (full, free)
+    descs = (w_desc, x_desc, scale_desc) if BY_BLOCKS else (w_desc, x_desc)
+    rings, bars = _new_ring(descs, STAGES, TILE // w_desc.block_type.shape[0])
     low = gl.program_id(0) * span
     high = gl.minimum(low + span, units)
     pointers = (bias_ptr, out_ptr, part_ptr, arrivals)
@@ -369,7 +369,7 @@ def float8_hopper_kernel(
         order: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         BANDS: gl.constexpr = TILE // (16 * gl.num_warps())
         sums_ring = gl.allocate_shared_memory(
-            gl.float32, [(SLICES - 1) * BANDS, TILE // BANDS, x_box[0]], order
+            gl.float32, [(SLICES - 1) * BANDS, TILE // BANDS, rings[1].shape[1]], order
         )
         done = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
         mbarrier.init(done.index(0), count=SLICES - 1)
