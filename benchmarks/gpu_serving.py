@@ -157,7 +157,8 @@ async def measure(arguments: argparse.Namespace) -> None:
                 row = figures(cell, name, run)
                 rows.append(row)
                 print(line(row), flush=True)
-    (arguments.out / "gpu_serving.json").write_text(json.dumps(rows))
+                # Of a call that is cut short, what was measured stays.
+                (arguments.out / "gpu_serving.json").write_text(json.dumps(rows))
     print_table(rows, names)
 
 
