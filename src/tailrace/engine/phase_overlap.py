@@ -18,7 +18,8 @@ before the fork or lives until the join, and the next fork waits for this step's
 fails half-way is joined all the same: the next step overwrites the arrays that its kernels read,
 and a capture with a stream that never came back cannot be ended.
 
-`auto` goes apart where that was measured to win, on Hopper.
+`auto` is off: going apart was seen to win on an H200, but answers were not compared there yet, bit
+for bit, with those of steps that go one way (`benchmarks/gpu_engine.py --mixed` does both).
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from tailrace.kernels.linear.phased_linear import PhasedLinear
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tailrace.kernels.attention_shapes import Capability
     from tailrace.kernels.kv_scales import KVScales
     from tailrace.kernels.paged_attention.device_batch import DeviceBatch
     from tailrace.models.causal_lm import CausalLM, KVCache
@@ -50,9 +50,6 @@ PRIORITIES = (0, -1)
 The best of three on an H200 (docs/performance.md); why, was not profiled.
 """
 
-MEASURED = (9, 0)
-"""The compute capability on which going apart was seen to win."""
-
 
 def why_not_apart(model: CausalLM) -> str | None:
     """Say why a model's phases cannot go apart, or None where they can."""
@@ -64,37 +61,33 @@ def why_not_apart(model: CausalLM) -> str | None:
     return f"{len(alone)} layers ({alone[0].name}) have no copy for prompts, and share scratch"
 
 
-def why_off(asked: str, model: CausalLM, capability: Capability) -> str | None:
+def why_off(asked: str, model: CausalLM) -> str | None:
     """Say why all rows of a model's steps go one way, or None where phases go apart.
 
     Args:
         asked: on, off, or auto.
         model: That serves.
-        capability: Of its device.
     """
     if asked == "off":
         return "as asked"
     reason = why_not_apart(model)
-    if reason is None and asked == "auto" and capability != MEASURED:
-        return "not measured on this GPU"
+    if reason is None and asked == "auto":
+        return "its answers were not compared on a GPU yet; --phase-overlap on has it"
     return reason
 
 
-def overlap_of(
-    asked: str, model: CausalLM, device: torch.device, capability: Capability
-) -> PhaseOverlap | None:
+def overlap_of(asked: str, model: CausalLM, device: torch.device) -> PhaseOverlap | None:
     """Return what has phases go apart, or None where they do not (`why_off`).
 
     Args:
         asked: on, off, or auto.
         model: That serves.
         device: The model's.
-        capability: The device's.
 
     Raises:
         ConfigError: It is asked for, and phases cannot go apart.
     """
-    reason = why_off(asked, model, capability)
+    reason = why_off(asked, model)
     if reason is None:
         return PhaseOverlap.on(device)
     if asked == "on":
