@@ -22,6 +22,11 @@ weight that none comes from the L2 cache. The ways:
     fp8 few mm     of that, the product alone: rows come in FP8
     fp8 few blocks, fp8 few blocks mm
                    the same over a scale a block of 128 x 128
+    fp8 hopper, fp8 hopper mm
+                   as "fp8 few" and "fp8 few mm", by the fastest shape of Hopper's own kernel, where
+                   the GPU is one: all are compared and timed, and the fastest are printed by layer
+                   and class of rows (gpu_float8.py --only-check first: a kernel that waits for ever
+                   is ended there, and here holds the GPU)
     fp8 blocks     as served, a scale a block of 128 x 128: many rows by torch on Hopper, elsewhere
                    by our own kernel
     fp8 torch      blocks by torch.nn.functional.scaled_mm, the product alone, where it takes them
@@ -55,7 +60,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
 
@@ -85,15 +90,21 @@ WHOLE_BLOCKS = ((100, 384, 256), (131, 512, 384))
 """Likewise for torch, which takes only whole blocks of 128, as every layer timed here has."""
 WAYS = (
     "cublas", "bf16", "fp8 rows", "fp8 mm", "fp8 few", "fp8 few mm", "fp8 blocks", "fp8 few blocks",
-    "fp8 few blocks mm", "fp8 torch", "int8 rows", "int8 mm", "int8 hopper", "int8 torch", "int4",
+    "fp8 few blocks mm", "fp8 hopper", "fp8 hopper mm", "fp8 torch", "int8 rows", "int8 mm",
+    "int8 hopper", "int8 torch", "int4",
 )  # fmt: skip
-COMPILED = ("bf16", "fp8 rows", "fp8 few", "fp8 blocks", "fp8 few blocks", "int8 rows", "int4")
+COMPILED = (
+    "bf16", "fp8 rows", "fp8 few", "fp8 blocks", "fp8 few blocks", "fp8 hopper", "int8 rows",
+    "int4",
+)  # fmt: skip
 """Ways with kernels of Triton, which are compiled before anything is timed."""
 ALONE = (
-    "fp8 mm", "fp8 few mm", "fp8 few blocks mm", "fp8 torch", "int8 mm", "int8 hopper",
-    "int8 torch",
+    "fp8 mm", "fp8 few mm", "fp8 few blocks mm", "fp8 hopper mm", "fp8 torch", "int8 mm",
+    "int8 hopper", "int8 torch",
 )  # fmt: skip
 """Ways without the rounding of their rows, which nobody is served by."""
+BY_HOPPER = ("fp8 hopper", "fp8 hopper mm")
+"""Ways by the fastest of Hopper's own shapes."""
 YARDSTICKS = ("fp8 torch", "int8 torch")
 """Torch's own ways: left out where it refuses them or they differ."""
 LEAST_TORCH_ROWS = 17
@@ -168,6 +179,19 @@ class Made:
                         ways.serve(most_rows, name)
                         chosen += 1
         return chosen // max(len(self.layers), 1)
+
+    def shapes(self, way: str, rows: int) -> Iterator[str]:
+        """Let the layers be served by each shape of a way that has several, one after another."""
+        if way not in BY_HOPPER:
+            yield ""
+            return
+        few = self.layers[0].planned[0]
+        most_rows = next(most_rows for most_rows in few.classes if rows <= most_rows)
+        for name in few.options(most_rows):
+            if name.startswith("FP8 Hopper"):
+                for layer in self.layers:
+                    layer.planned[0].serve(most_rows, name)
+                yield name
 
 
 def make(
@@ -248,13 +272,13 @@ def _make_float8(
     from tailrace.kernels.linear.float8_linear import Float8Linear
     from tailrace.kernels.linear.triton_float8_rows import quantize_rows
 
-    by_rows = way in ("fp8 rows", "fp8 mm", "fp8 few", "fp8 few mm")
+    by_rows = way in ("fp8 rows", "fp8 mm", "fp8 few", "fp8 few mm", *BY_HOPPER)
     held = (quantize_channels if by_rows else quantize_blocks)(weight)
     workspace = _workspace(setting)
     kept = [
         Float8Weight(held.values.clone(), held.scales.clone(), held.scheme) for _ in range(copies)
     ]
-    rounds_all = way.startswith("fp8 few")
+    rounds_all = way.startswith("fp8 few") or way in BY_HOPPER
     layers = [Float8Linear(one, bias, workspace, rounds_all=rounds_all) for one in kept]
     products: list[Callable[[torch.Tensor], torch.Tensor]] = list(layers)
     if way.endswith(" mm"):
@@ -376,6 +400,8 @@ def takes(way: str, rows: int, setting: Setting) -> bool:
         return setting.is_gpu and rows > MOST_ROWS
     if way.startswith("fp8 few"):
         return rows <= MOST_FEW_ROWS
+    if way in BY_HOPPER:
+        return setting.is_hopper and rows <= MOST_FEW_ROWS
     if way == "int8 torch":
         return rows >= LEAST_TORCH_ROWS
     if way == "int8 hopper":
@@ -437,7 +463,7 @@ def _difference(
     x = whole.to(setting.dtype)[:rows]
     try:
         made = make(way, setting, weight, bias, 1)
-        y = made.products[0](x).double()
+        results = [made.products[0](x).double() for _ in made.shapes(way, rows)]
     except (RuntimeError, ValueError, AttributeError) as error:
         if way not in YARDSTICKS:
             raise
@@ -445,7 +471,8 @@ def _difference(
     truth = x.double() @ made.weight.double().t()
     if bias is not None:
         truth += bias.double()
-    error = float((y - truth).norm() / truth.norm())
+    norms = torch.stack([(y - truth).norm() for y in results])
+    error = float(norms.amax() / truth.norm())
     # These ways round no activation of few rows, whatever the format of their weight.
     is_tight = way in ("fp8 rows", "fp8 blocks") and rows <= MOST_ROWS
     return error * (BOUNDS[way] / BOUNDS["cublas"]) if is_tight else error
@@ -574,16 +601,21 @@ def measure(
                 if not takes(way, rows, setting):
                     continue
                 try:
-                    seconds = product_s(setting, made, rows, inputs)
+                    by_shape = {
+                        name: product_s(setting, made, rows, inputs)
+                        for name in made.shapes(way, rows)
+                    }
                 except (RuntimeError, ValueError) as error:
                     if way not in YARDSTICKS:
                         raise
                     print(f"left out: {name} {way} {rows} rows: {_first_line(error)}", flush=True)
                     continue
                 floor = floor_s(made, rows, outputs, inputs, rate)
+                shape = min(by_shape, key=lambda name: by_shape[name])
+                seconds = by_shape[shape]
                 found.append(
                     entry | {
-                        "rows": rows, "us": 1e6 * seconds, "floor_us": 1e6 * floor,
+                        "rows": rows, "shape": shape, "us": 1e6 * seconds, "floor_us": 1e6 * floor,
                         "tflops": 2e-12 * rows * outputs * inputs / seconds,
                     }
                 )  # fmt: skip
@@ -604,7 +636,9 @@ def compile_way(way: str, device: str, has_bias: bool) -> None:
         bias = torch.zeros(outputs, device=device) if has_bias else None
         made = make(way, setting, weight, bias, 1)
         for rows in (1, 17, 33, 65, 129, 257):
-            made.products[0](torch.zeros(rows, inputs, dtype=setting.dtype, device=device))
+            if takes(way, rows, setting):
+                for _ in made.shapes(way, rows):
+                    made.products[0](torch.zeros(rows, inputs, dtype=setting.dtype, device=device))
     torch.cuda.synchronize()
 
 
@@ -619,6 +653,7 @@ def compile_all(setting: Setting) -> None:
             for way in COMPILED
             if any(asked.split()[0] == way.split()[0] for asked in setting.ways)
             if "few" not in way or any("few" in asked for asked in setting.ways)
+            if "hopper" not in way or any(asked in BY_HOPPER for asked in setting.ways)
             for has_bias in (False, True)
         ]
         for job in jobs:
@@ -874,6 +909,15 @@ def print_layers(found: list[dict], rows: int) -> None:
         print(f"  {name:<8} " + ", ".join(cells))
 
 
+def print_shapes(found: list[dict]) -> None:
+    """Print by layer and rows which shape of Hopper's own was the fastest."""
+    for way in BY_HOPPER:
+        for name in dict.fromkeys(entry["layer"] for entry in found if entry["way"] == way):
+            here = [e for e in found if (e["layer"], e["way"]) == (name, way)]
+            shown = "; ".join(f"{e['rows']} rows {e['us']:.1f} us by {e['shape']}" for e in here)
+            print(f"{name} {way}: {shown}")
+
+
 def print_table(found: list[dict], setting: Setting) -> None:
     """Print all layers of the model by rows: one product each, DEPTH times, in milliseconds."""
     ways = [way for way in WAYS if any(entry["way"] == way for entry in found)]
@@ -979,6 +1023,7 @@ def main() -> None:
     for rows in (16, 64, 1024):
         if rows in setting.rows:
             print_layers(found, rows)
+    print_shapes(found)
     if setting.is_gpu and "int4" in setting.ways:
         print_verdict(found, rate, setting)
     print_table(found, setting)

@@ -1,6 +1,6 @@
 """The 4-bit layers of few rows on a Hopper GPU: the three Gluon kernels beside the Triton one.
 
-    python benchmarks/gpu_int4.py [--out DIR] [--only-check] [--only-new]
+    PYTHONPATH=src:. python benchmarks/gpu_int4.py [--out DIR] [--only-check] [--only-new]
 
 First every kind of candidate is compared with the product in float64, each in a process of its
 own under a timeout, for a barrier that nobody reaches would otherwise hang the GPU: odd sizes,
@@ -27,15 +27,25 @@ import argparse
 import dataclasses
 import json
 import os
-import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from benchmarks.hopper_layers import (
+    COLD_BYTES,
+    COPY_RATE,
+    DEPENDENT,
+    DEPTH,
+    LAYERS,
+    ROWS,
+    Kind,
+    check_all,
+    fastest_of,
+    graph_s,
+    kind_of,
+    run_apart,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,29 +59,19 @@ if TYPE_CHECKING:
 
     Shape = HopperShape | BandShape | FewShape
 
-LAYERS = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}
-"""Outputs and inputs."""
-DEPTH = 28
-ROWS = (16, 32, 64, 128)
-COPY_RATE = 4.19e12
-CHECK_S, TIME_S = 45, 90
-"""A kind's comparison, and all times."""
-COLD_BYTES = 200e6
-"""Copies of a weight take as much: more than thrice an H200's L2."""
+TIME_S = 90
+"""Of all times."""
 GOALS_MS = {16: 1.4, 64: 1.9, 128: 2.8}
 CUBLAS_MS = {16: 3.86, 32: 3.95, 64: 3.96, 128: 4.16}
 """bfloat16 by cuBLAS, of all layers, as seen on an H200 on 2026-11-29."""
 BOUND = 0.006
 """Of |y - truth| / |truth|: the result's own rounding in bfloat16 is 0.002."""
 
-DEPENDENT = "by dependent launches"
 BEFORE_US = {
     "qkv": (9.0, 12.7, 14.8, 24.7), "o": (8.1, 9.7, 12.8, 22.2),
     "gate_up": (31.6, 34.3, 44.9, 81.5), "down": (21.0, 27.2, 40.1, 58.0),
 }  # fmt: skip
 """By `ROWS`: Gluon's kernel at its best, on an H200 on 2026-11-30."""
-Kind = tuple[int, str]
-"""Rows of the tile; a shape's words, but for its span."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +102,6 @@ CASES = (
     Case(64, 640, 200, "float16", is_dependent=True),  # less than a tile of some; all of its rows
 )
 FULL = CASES[-1]
-
-
-def kind_of(rows: int, shape: Shape) -> Kind:
-    if hasattr(shape, "least_span"):
-        shape = dataclasses.replace(shape, least_span=0)
-    return rows, shape.words
 
 
 def candidates(rows: int) -> tuple[Shape, ...]:
@@ -235,68 +229,7 @@ def _differences(tile: int, case: Case, shape: Shape, device: torch.device) -> l
     return wrong
 
 
-def run_self(arguments: list[str], seconds: float) -> tuple[list, str]:
-    """Run this file with arguments; return the JSON of its lines, and why some are missing."""
-    command = [sys.executable, __file__, *arguments]
-    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdout=said, stderr=errors)
-        reason = ""
-        try:
-            if process.wait(seconds):
-                errors.seek(0)
-                reason = (errors.read().strip().splitlines() or ["died"])[-1][:300]
-        except subprocess.TimeoutExpired:
-            reason = f"no answer in {seconds:.0f} s"
-            process.kill()
-            process.wait()
-        said.seek(0)
-        return [json.loads(line) for line in said if line.endswith("\n")], reason
-
-
-def check_all(kinds: list[Kind]) -> list[Kind]:
-    """Return the kinds that are right, and print what is wrong with the others."""
-    begun = time.monotonic()
-    right = []
-    with ThreadPoolExecutor(16) as pool:
-        answers = pool.map(lambda kind: run_self(["--check", json.dumps(kind)], CHECK_S), kinds)
-        for kind, (lines, reason) in zip(kinds, answers, strict=True):
-            label = f"{kind[0]} rows, {kind[1]}"
-            wrong = lines[0] if lines else []
-            # By plain launches a kind may serve all the same.
-            if lines and not [line for line in wrong if DEPENDENT not in line]:
-                right.append(kind)
-            if lines == [[]]:
-                continue
-            if not lines:
-                print(f"FAILED {label}: {reason}", flush=True)
-            else:
-                print(f"WRONG {label}: {len(wrong)}", *wrong[:3], sep="\n  ", flush=True)
-    spent = time.monotonic() - begun
-    print(f"comparison: {len(right)} of {len(kinds)} kinds are right, {spent:.0f} s", flush=True)
-    return right
-
-
 # Times
-
-
-def graph_s(work: Callable[[], object], repeats: int = 9) -> float:
-    """Return the median seconds of one replay of what `work` queues."""
-    import torch
-
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    times = []
-    for _ in range(repeats + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times[2:])
 
 
 def copies_of(outputs: int, inputs: int) -> list[PackedInt4]:
@@ -416,10 +349,7 @@ def print_served(found: list[dict]) -> None:
             here = [e for e in found if (e["layer"], e["rows"]) == (name, rows)]
             us = {e["way"]: e["us"] for e in here if "is_new" in e}
             us.update((TRITON, e["us"]) for e in here if e["way"] == "triton")
-            fastest = min(us, key=lambda way: us[way], default=usual)
-            # What serves now may not have been timed: then nothing is said against it.
-            is_won = usual in us and us[fastest] < (1 - MARGIN) * us[usual]
-            best.append(fastest if is_won else usual)
+            best.append(fastest_of(us, usual, MARGIN))
         print(f"  {name:<8} {json.dumps(best)}\n  {'now':>8} {json.dumps(now)}")
 
 
@@ -450,10 +380,10 @@ def main() -> None:
     kinds = all_kinds()
     if arguments.only_new:
         kinds = [kind for kind in kinds if kind[1].endswith(("whole", "slices"))]
-    right = check_all(kinds)
+    right = check_all(__file__, kinds)
     if arguments.only_check:
         raise SystemExit(len(right) != len(kinds))
-    lines, reason = run_self(["--time", json.dumps(right)], TIME_S)
+    lines, reason = run_apart(__file__, ["--time", json.dumps(right)], TIME_S)
     timed = [entry for line in lines for entry in line]
     (arguments.out / "gpu_int4.json").write_text(json.dumps(timed))
     print(f"times: {len(lines)} of {len(LAYERS) * len(ROWS)} {reason}".rstrip())

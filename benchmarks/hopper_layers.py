@@ -1,0 +1,113 @@
+"""What the benchmarks of Hopper's kernels of few rows share: layers, candidates apart, times.
+
+A kernel that waits for a barrier that nobody reaches would hang the GPU for all others. So each
+kind of candidate is compared in a process of its own, which is ended when it does not answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LAYERS = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}
+"""Outputs and inputs, of Qwen2.5-7B."""
+DEPTH = 28
+ROWS = (16, 32, 64, 128)
+COPY_RATE = 4.19e12
+"""Bytes a second, of an H200."""
+COLD_BYTES = 200e6
+"""Copies of a weight take as much: more than thrice an H200's L2."""
+CHECK_S = 45
+"""A kind's comparison."""
+
+DEPENDENT = "by dependent launches"
+"""In what is wrong with a kind that may serve by plain launches all the same."""
+Kind = tuple[int, str]
+"""Rows of the tile; a shape's words, but for its span."""
+
+
+def kind_of(rows: int, shape: object) -> Kind:
+    """Return a shape's kind: those that differ in where work is cut are the same code."""
+    if getattr(shape, "least_span", 0):
+        shape = dataclasses.replace(shape, least_span=0)
+    return rows, shape.words
+
+
+def run_apart(file: str, arguments: list[str], seconds: float) -> tuple[list, str]:
+    """Run a file with arguments; return the JSON of its lines, and why some are missing."""
+    command = [sys.executable, file, *arguments]
+    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=said, stderr=errors)
+        reason = ""
+        try:
+            if process.wait(seconds):
+                errors.seek(0)
+                reason = (errors.read().strip().splitlines() or ["died"])[-1][:300]
+        except subprocess.TimeoutExpired:
+            reason = f"no answer in {seconds:.0f} s"
+            process.kill()
+            process.wait()
+        said.seek(0)
+        return [json.loads(line) for line in said if line.endswith("\n")], reason
+
+
+def check_all(file: str, kinds: list[Kind]) -> list[Kind]:
+    """Return the kinds that a file's `--check` finds right; print what is wrong with the others."""
+    begun = time.monotonic()
+    right = []
+    with ThreadPoolExecutor(16) as pool:
+        answers = pool.map(
+            lambda kind: run_apart(file, ["--check", json.dumps(kind)], CHECK_S), kinds
+        )
+        for kind, (lines, reason) in zip(kinds, answers, strict=True):
+            label = f"{kind[0]} rows, {kind[1]}"
+            wrong = lines[0] if lines else []
+            # By plain launches a kind may serve all the same.
+            if lines and not [line for line in wrong if DEPENDENT not in line]:
+                right.append(kind)
+            if lines == [[]]:
+                continue
+            if not lines:
+                print(f"FAILED {label}: {reason}", flush=True)
+            else:
+                print(f"WRONG {label}: {len(wrong)}", *wrong[:3], sep="\n  ", flush=True)
+    spent = time.monotonic() - begun
+    print(f"comparison: {len(right)} of {len(kinds)} kinds are right, {spent:.0f} s", flush=True)
+    return right
+
+
+def graph_s(work: Callable[[], object], repeats: int = 9) -> float:
+    """Return the median seconds of one replay of what `work` queues."""
+    import torch
+
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    times = []
+    for _ in range(repeats + 2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times[2:])
+
+
+def fastest_of(times: dict[str, float], usual: str, margin: float) -> str:
+    """Return what serves by its times: the fastest, if it beats what serves now by a margin."""
+    fastest = min(times, key=lambda name: times[name], default=usual)
+    # What serves now may not have been timed: then nothing is said against it.
+    return fastest if usual in times and times[fastest] < (1 - margin) * times[usual] else usual
