@@ -28,7 +28,7 @@ TEMPLATE = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if think %}<think>{% endif %}{% endif %}"
+    "{% if enable_thinking %}<think>{% endif %}{% endif %}"
 )
 # Trims nothing, counts the messages ahead of the first, and cuts what assistants thought.
 ODD_TEMPLATE = (
@@ -167,8 +167,10 @@ OF_COMPLETIONS = [
 OF_CHATS = [
     ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ("tool_choice", "none"),
-    ("chat_template_kwargs", {"think": True}),
+    ("chat_template_kwargs", {"enable_thinking": True}),
     ("chat_template_kwargs", {"other": True}),
+    ("reasoning_effort", "high"),
+    ("reasoning_effort", "none"),
     ("add_generation_prompt", False),
     ("continue_final_message", True),
     ("messages", []),

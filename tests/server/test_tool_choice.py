@@ -184,11 +184,17 @@ def test_a_stream_has_a_calls_name_first_and_its_arguments_in_pieces(chat):
     assert len(pieces) > 5  # they came as they were written
 
 
-def test_what_is_cut_by_max_tokens_says_length(chat):
+def test_a_call_that_max_tokens_cuts_is_told_so_far_and_says_length(chat):
     request, _ = chat(written(), stream=True, max_tokens=60)
     _, [call], reason = assembled(request.events)
     assert reason == "length"
     assert '{"city": "Linz"}'.startswith(call["arguments"])
+    request, _ = chat(written(), max_tokens=60)
+    [choice] = request.json["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"] is None
+    [whole] = choice["message"]["tool_calls"]
+    assert whole["function"] == {"name": call["name"], "arguments": call["arguments"]}
 
 
 def test_a_single_call_where_calls_are_not_parallel(chat):

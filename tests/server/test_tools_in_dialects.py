@@ -280,6 +280,26 @@ def test_calls_that_are_cut_are_no_completed_ones(claude, client, says):
     response = client.responses.create(**client.asked, max_output_tokens=60, stream=True)
     last = list(response)[-1].response
     assert (last.status, last.output[-1].status) == ("incomplete", "incomplete")
+    whole = client.responses.create(**client.asked, max_output_tokens=60)
+    assert (whole.status, whole.output[-1].status) == ("incomplete", "incomplete")
+    assert whole.output[-1].arguments == last.output[-1].arguments
+    assert '{"city": "Linz"}'.startswith(whole.output[-1].arguments)
+
+
+def test_a_call_that_is_cut_has_the_input_that_is_whole(claude, says):
+    says(written("get_weather", '{"city": "Linz", "days": [1, 2]}'))
+    cut = claude.asked | {"max_tokens": 80}
+    message = claude.messages.create(**cut)
+    [block] = message.content
+    assert (message.stop_reason, block.type, block.input) == (
+        "max_tokens",
+        "tool_use",
+        {"city": "Linz"},
+    )
+    with claude.messages.stream(**cut) as stream:
+        streamed = stream.get_final_message()
+    assert (streamed.stop_reason, streamed.content[0].name) == ("max_tokens", block.name)
+    assert streamed.content[0].input["city"] == "Linz"
 
 
 def test_both_dialects_tell_where_the_time_went_when_asked(claude, client, app):

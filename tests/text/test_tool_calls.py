@@ -14,15 +14,16 @@ from tailrace.text.tool_calls import (
     ToolCallParser,
     ToolStyle,
     style_of,
+    whole_members,
 )
 
 HERMES, LLAMA = ToolStyle.HERMES, ToolStyle.LLAMA3_JSON
 
 
-def parse(style, parts, *, streams):
+def parse(style, parts, *, streams, is_cut=False):
     """The text outside calls, and the calls as [name, arguments]."""
     parser = ToolCallParser(style, streams=streams)
-    found = [one for part in parts for one in parser.push(part)] + parser.finish()
+    found = [one for part in parts for one in parser.push(part)] + parser.finish(is_cut=is_cut)
     text, calls = "", []
     for one in found:
         match one:
@@ -135,6 +136,49 @@ def test_arguments_are_streamed_as_they_come():
 
 def test_a_stream_that_is_cut_keeps_what_came_of_the_arguments():
     assert parse(HERMES, [call()[:-15]], streams=True) == ("", [["f", '{"a": 1']])
+
+
+@pytest.mark.parametrize(
+    ("style", "output"),
+    [
+        (HERMES, f"See.\n{call()}\n" + call("g", '{"x": ["</tool_call> }\\" \\\\"], "y": {}}')),
+        (LLAMA, '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"a": [1, "é}"]}}'),
+    ],
+    ids=["hermes", "llama"],
+)
+def test_what_is_cut_is_the_same_whole_and_streamed(style, output):
+    """Wherever the limit on tokens falls."""
+    open_calls = 0
+    for end in range(len(output)):
+        cut = output[:end]
+        whole = parse(style, [cut], streams=False, is_cut=True)
+        assert parse(style, list(cut), streams=True, is_cut=True) == whole
+        open_calls += whole != parse(style, [cut], streams=False)
+    assert open_calls > 10
+
+
+def test_what_is_no_object_any_more_is_no_call_that_was_cut():
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1]'
+    assert parse(HERMES, [text], streams=False, is_cut=True) == (text, [])
+
+
+def test_arguments_that_break_off_have_the_members_that_are_whole():
+    arguments = '{"a": [1, {"b": "}"}] , "ü\\"": 12, "d": {}}'
+    for end in range(1, len(arguments) + 1):
+        found = json.loads(whole_members(arguments[:end]))
+        assert found.items() <= json.loads(arguments).items()
+    assert whole_members(arguments) == arguments
+    assert whole_members(arguments[:-3]) == '{"a": [1, {"b": "}"}] , "ü\\"": 12}'
+    assert whole_members('{"n": 12') == "{}"  # or 125
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["{", "{ }", "{]", "{1: 2}", '{"a" 1}', '{"a": NaN}', '{"a": 1 2}', '{"a": ' + "[" * 99_999],
+    ids=["open", "none", "bracket", "key", "colon", "constant", "two", "deep"],
+)
+def test_arguments_that_are_no_json_have_no_members(arguments):
+    assert whole_members(arguments) == "{}"
 
 
 def test_arguments_that_come_before_the_name_are_found_when_the_object_is_whole():

@@ -21,7 +21,7 @@ from tailrace.server.anthropic_protocol import Message, MessageUsage, TextBlock,
 from tailrace.server.call_format import PieceReader
 from tailrace.server.error_bodies import anthropic_error
 from tailrace.server.openai_format import json_bytes
-from tailrace.text.tool_calls import CallArguments, CallBegins, Text
+from tailrace.text.tool_calls import CallArguments, CallBegins, Text, whole_members
 
 if TYPE_CHECKING:
     from tailrace.errors import RequestError
@@ -160,9 +160,9 @@ def _blocks_of(found: list[Found]) -> list[TextBlock | ToolUseBlock]:
                 arguments[index] += text
     calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
     for call, text in zip(calls, arguments, strict=True):
-        # As the model wrote it: an output that is read whole has whole calls alone, and a string
-        # in JSON may say what no string of ours can be sent as, such as half a character.
-        call.input = msgspec.Raw(text.encode())
+        # As the model wrote it: a string in JSON may say what no string of ours can be sent as,
+        # such as half a character. `input` must be an object even where the token limit cut it.
+        call.input = msgspec.Raw(whole_members(text).encode())
     return blocks
 
 

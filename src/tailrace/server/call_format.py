@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from tailrace.server.choice import Piece
     from tailrace.server.tool_choice import ToolRules
-    from tailrace.text.tool_calls import Found
+    from tailrace.text.tool_calls import Found, ToolCallParser
 
 
 def call_id() -> str:
@@ -43,8 +43,7 @@ class PieceReader:
         """Return what a piece brings; the last one brings what was held back, too."""
         if self._parser is None:
             return [Text(piece.text)] if piece.text else []
-        found = self._parser.push(piece.text)
-        return found if piece.finish_reason is None else found + self._parser.finish()
+        return _read(self._parser, piece)
 
 
 class ChoiceCalls:
@@ -60,8 +59,7 @@ class ChoiceCalls:
 
     def read(self, piece: Piece) -> list[Found]:
         """Return what a piece brings; the last one brings what was held back, too."""
-        found = self._parser.push(piece.text)
-        return found if piece.finish_reason is None else found + self._parser.finish()
+        return _read(self._parser, piece)
 
     def delta(self, piece: Piece) -> ChatDelta:
         """Return a piece of a stream."""
@@ -87,6 +85,13 @@ class ChoiceCalls:
         """Return why the choice ended, once it was read: calls are told from a plain end."""
         is_call = piece.finish_reason == "stop" and self._parser.calls > 0
         return "tool_calls" if is_call else piece.finish_reason
+
+
+def _read(parser: ToolCallParser, piece: Piece) -> list[Found]:
+    found = parser.push(piece.text)
+    if piece.finish_reason is None:
+        return found
+    return found + parser.finish(is_cut=piece.finish_reason == "length")
 
 
 def _gathered(found: Iterable[Found]) -> dict[int, ToolCall]:

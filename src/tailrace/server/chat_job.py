@@ -19,6 +19,7 @@ from tailrace.server.prompts import (
     keep_last_tokens,
     off_loop_if,
 )
+from tailrace.server.reasoning import template_variables
 from tailrace.server.sampling import fit, read_terms
 from tailrace.server.structured import read_constraint
 from tailrace.server.tool_choice import constrained_chat, has_special_marks, read_tools
@@ -139,6 +140,7 @@ async def encode_chat(
     continues = bool(body.continue_final_message)
     adds_prompt = body.add_generation_prompt
     hides_tools = body.tool_choice == "none"
+    variables = template_variables(body, text.chat_template)
 
     def render() -> list[Span]:
         return text.chat_template.spans(
@@ -147,7 +149,7 @@ async def encode_chat(
             add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
             tools=None if hides_tools else body.tools,
             continue_final_message=continues,
-            template_kwargs=body.chat_template_kwargs,
+            template_kwargs=variables,
         )
 
     is_slow = is_long([messages, body.tools])

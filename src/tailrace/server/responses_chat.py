@@ -64,6 +64,7 @@ def chat_of(body: ResponsesBody) -> ChatBody:
         response_format=_response_format(body),
         continue_final_message=_is_unfinished(body.input),
         chat_template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
     )
 
 
@@ -73,6 +74,13 @@ def _check_unserved(body: ResponsesBody) -> None:
             raise RequestError(
                 f"{name}: this server stores nothing; send the whole conversation as input",
                 param=name,
+            )
+    for name in ("summary", "generate_summary"):
+        if getattr(body.reasoning, name, None) not in (None, "auto"):  # "auto": if there is one
+            raise RequestError(
+                f"reasoning.{name} is not served: what the model thinks is part of its text; "
+                "leave it out",
+                param=f"reasoning.{name}",
             )
     if body.background:
         raise RequestError(

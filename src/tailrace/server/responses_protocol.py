@@ -20,6 +20,15 @@ class TextConfig(msgspec.Struct):
     format: dict[str, Any] | None = None
 
 
+class ReasoningConfig(msgspec.Struct):
+    """How much the model thinks, and what is told of it."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    """An older name of `summary`."""
+
+
 class ResponsesBody(SamplingFields, kw_only=True):
     """POST /v1/responses."""
 
@@ -34,6 +43,7 @@ class ResponsesBody(SamplingFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     truncation: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning: ReasoningConfig | None = None
     # What would need a store, or work without a client waiting for it.
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
@@ -143,12 +153,10 @@ class Response(msgspec.Struct, kw_only=True):
     incomplete_details: IncompleteDetails | None = None
     usage: ResponseUsage | None = None
     metrics: AnswerMetrics | UnsetType = UNSET
+    reasoning: dict[str, str | None]
     # What this server does not do, said in every answer.
     store: bool = False
     background: bool = False
     previous_response_id: None = None
     max_tool_calls: None = None
     service_tier: str = "default"
-    reasoning: dict[str, None] = msgspec.field(
-        default_factory=lambda: {"effort": None, "summary": None}
-    )

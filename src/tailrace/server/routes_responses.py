@@ -49,6 +49,7 @@ async def responses(services: Services, request: Request) -> None:
         with (
             services.admission.admitted(1, services.places),
             renamed("response_format", "text.format"),
+            renamed("reasoning_effort", "reasoning.effort"),
         ):
             request.timeline.enter("tokenise")
             job, form = await _job(body, chat, text, limits, received_s=received_s, early=early)
@@ -61,7 +62,8 @@ async def input_tokens(services: Services, request: Request) -> None:
     text, _ = check_open(services)
     check_model(body.model, text)
     chat = await off_loop_if(_is_long(body), lambda: chat_of(body))
-    prompt = await encode_chat(chat, text, None, prompt_name="input")
+    with renamed("reasoning_effort", "reasoning.effort"):
+        prompt = await encode_chat(chat, text, None, prompt_name="input")
     answer = {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
     await request.send_json(200, answer)
 
@@ -136,6 +138,7 @@ def _response(
         metadata=body.metadata or {},
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
+        reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         user=UNSET if body.user is None else body.user,
         safety_identifier=body.safety_identifier,
         prompt_cache_key=body.prompt_cache_key,

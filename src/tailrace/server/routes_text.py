@@ -32,6 +32,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     continue_final_message: bool | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     chat_template: Any = None
     return_token_strs: bool | None = None
 
@@ -140,6 +141,7 @@ async def _encode_messages(text: TextServices, body: TokenizeBody) -> list[int]:
         continue_final_message=body.continue_final_message,
         tools=body.tools,
         chat_template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=body.reasoning_effort,
         chat_template=body.chat_template,
     )
     check_unserved(chat)

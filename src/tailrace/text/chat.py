@@ -137,6 +137,11 @@ class ChatTemplate:
         """Whether the model has a template."""
         return bool(self._templates)
 
+    def variables(self, *, has_tools: bool) -> frozenset[str]:
+        """Return the names that `template_kwargs` may give a chat with or without tools."""
+        names = self._names.get(self._name(has_tools), frozenset())
+        return names - _RESERVED - set(_SPECIAL_NAMES)
+
     def render(
         self,
         messages: Sequence[dict[str, Any]],
@@ -257,8 +262,8 @@ class ChatTemplate:
                 "chat_template.jinja in the model's folder",
                 param="messages",
             )
-        name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        extra = self._checked_kwargs(template_kwargs or {}, self._names[name])
+        name = self._name(bool(tools))
+        extra = self._checked_kwargs(template_kwargs or {}, self.variables(has_tools=bool(tools)))
         checked = read_messages(messages, self._tokenizer)
         refuse_control_tokens(tools, "tools", self._tokenizer)
         if continue_final_message:
@@ -272,8 +277,10 @@ class ChatTemplate:
         }
         return _Call(checked, variables, self._templates[name], continue_final_message)
 
-    def _checked_kwargs(self, kwargs: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
-        allowed = names - _RESERVED - set(_SPECIAL_NAMES)
+    def _name(self, has_tools: bool) -> str:
+        return "tool_use" if has_tools and "tool_use" in self._templates else "default"
+
+    def _checked_kwargs(self, kwargs: dict[str, Any], allowed: frozenset[str]) -> dict[str, Any]:
         for name in kwargs:
             if name not in allowed:
                 raise RequestError(

@@ -10,7 +10,8 @@ Rules
 1. The text outside calls and the calls depend on the whole text alone, never on how it was cut.
 2. What begins like a call and is none is text; an output that is read whole is judged whole. In a
    stream a call is announced as soon as its object has a name and then arguments, and stays so:
-   where it breaks off, what follows is text.
+   where it breaks off, what follows is text. An output that was cut (by the limit on its tokens)
+   ends in the same call, whichever way it is read.
 3. `arguments` are the very characters that the model wrote.
 4. White space next to a call belongs to its markup and is no text.
 5. The work is linear: a character is looked at once, but for those after a false call, and after
@@ -128,6 +129,8 @@ class ToolCallParser:
         self._is_hermes = style is ToolStyle.HERMES
         self._streams = streams
         self._failed = 0
+        self._is_cut = False
+        """Known at the end alone."""
         self._state = _State.TEXT if self._is_hermes else _State.START
         self._buffer = ""
         self._space = ""
@@ -142,8 +145,13 @@ class ToolCallParser:
         self._buffer += text
         return self._wanted(self._run(is_last=False))
 
-    def finish(self) -> list[Found]:
-        """Return what was held back, now that nothing follows."""
+    def finish(self, *, is_cut: bool = False) -> list[Found]:
+        """Return what was held back, now that nothing follows.
+
+        Args:
+            is_cut: Whether the model would have gone on.
+        """
+        self._is_cut = is_cut
         found = self._wanted(self._run(is_last=True))
         return [*found, Text(self._space)] if self._space else found
 
@@ -197,7 +205,8 @@ class ToolCallParser:
     def _read_call(self, *, is_last: bool) -> Iterator[Found]:
         call = self._object
         call.read(self._buffer)
-        if self._streams and not call.name and call.find_head(self._buffer):
+        is_told_early = self._streams or (self._is_cut and call.is_open)
+        if is_told_early and not call.name and call.find_head(self._buffer):
             yield from self._announce(call.name)
         if call.name:
             piece = call.next_arguments(self._buffer)
@@ -282,13 +291,18 @@ class _Object:
         self._inner_ends: list[int] = []
         """Where a value directly within it ended that was an object or a list."""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it may still end well."""
+        return self.end is None and self.broken_at is None
+
     def read(self, buffer: str) -> None:
         """Follow strings and brackets through what is new."""
         if not self._open and self.end is None:
             self._at += len(buffer) - self._at - len(buffer[self._at :].lstrip())
             if self._at < len(buffer) and buffer[self._at] != "{":
                 self.broken_at = self._at
-        while self.end is None and self.broken_at is None:
+        while self.is_open:
             match = _STRUCTURE.search(buffer, self._at)
             if match is None:
                 self._at = len(buffer)
@@ -367,6 +381,33 @@ def _written(text: str, wanted: str) -> str:
         if text[at] == ",":
             at = _skip(text, at + 1)
     return found
+
+
+def whole_members(arguments: str) -> str:
+    """Return an object of the members that are whole in `arguments`, which may break off.
+
+    They stay as the model wrote them; what is cut, or no JSON, is left out with all behind it.
+
+    Args:
+        arguments: What `CallArguments` brought of one call, together.
+    """
+    end = 1
+    try:
+        at = _skip(arguments, 1)
+        while arguments[at] == '"':
+            _, at = _DECODER.raw_decode(arguments, at)
+            at = _skip(arguments, at)
+            if arguments[at] != ":":
+                break
+            _, at = _DECODER.raw_decode(arguments, _skip(arguments, at + 1))
+            at = _skip(arguments, at)  # a number is whole once something follows
+            if arguments[at] not in ",}":
+                break
+            end = at
+            at = _skip(arguments, at + 1)
+    except (ValueError, IndexError, RecursionError):
+        pass
+    return arguments[:end] + "}"
 
 
 def _skip(text: str, at: int) -> int:
