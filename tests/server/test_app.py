@@ -1,5 +1,6 @@
 """The application over real sockets: routes, statuses, bodies as bytes, faults."""
 
+import asyncio
 import itertools
 import json
 import resource
@@ -13,7 +14,9 @@ from tailrace.config import Config, ServerConfig
 from tailrace.errors import RequestError
 from tailrace.server.app import ROUTES, create_app
 from tailrace.server.connection import LINGER_BYTES
+from tailrace.server.http import LEFT_EXTENSION
 from tests.server.fake_engine import Script
+from tests.server.hand_made import make_services
 from tests.server.running_app import read_to_end, running_app
 
 LIMIT_BYTES = 4_000_000
@@ -331,6 +334,48 @@ def test_unread_bytes_of_a_body_are_not_taken_for_the_next_request(app):
 
 
 # Failures
+
+
+@pytest.mark.parametrize("is_by_client", [True, False], ids=["client", "server"])
+def test_only_the_clients_end_is_taken_for_one(tiny_folder, monkeypatch, is_by_client):
+    """Where the server ends, its requests end as cancelled."""
+
+    async def handler(_services, request):
+        await request.body()
+        await asyncio.sleep(60)
+
+    monkeypatch.setitem(ROUTES, ("POST", "/version"), handler)
+    left = []
+
+    async def receive():
+        return {"type": "http.request", "body": b"{}"}
+
+    async def send(message):
+        raise AssertionError(message)
+
+    async def main():
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/version",
+            "headers": [],
+            "extensions": {LEFT_EXTENSION: {"call": left.append}},
+        }
+        app = create_app(make_services(tiny_folder))
+        task = asyncio.create_task(app(scope, receive, send))
+        for _ in range(100):  # turns, of which it takes a few: nothing is waited for
+            await asyncio.sleep(0)
+        if is_by_client:
+            left[0]()
+        else:
+            task.cancel()
+        await task
+
+    if is_by_client:
+        asyncio.run(main())
+    else:
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_an_exception_is_500_in_shape_without_its_text(app, failing, capsys):

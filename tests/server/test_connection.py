@@ -5,6 +5,8 @@ import contextlib
 import http.client
 import json
 import socket
+import struct
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -17,6 +19,8 @@ from tailrace.config import Config, ServerConfig
 from tailrace.server import connection as connection_module
 from tailrace.server import serve
 from tailrace.server.connection import MAX_HEAD_BYTES, connection_class
+from tailrace.server.prompts import INLINE_CHARS
+from tailrace.text.tokenizer import Tokenizer
 from tests.server.fake_engine import Script
 from tests.server.running_app import read_to_end, running_app
 
@@ -50,6 +54,13 @@ def read_until(connection, end):
         assert part, received
         received += part
     return received
+
+
+def wait_until(holds):
+    deadline_s = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
 
 
 def generate(prompt):
@@ -327,6 +338,74 @@ def test_a_client_that_leaves_with_a_long_body_behind_another_ends_both(tiny_fol
         app.settle()
         assert len(app.engine.requests) == 1
         assert app.services.admission.sequences == 0
+
+
+@pytest.mark.parametrize("ends_by", ["fin", "reset"])
+@pytest.mark.parametrize("behind", ["many requests", "a long body"])
+def test_a_client_that_leaves_with_more_than_is_read_behind_another_ends_both(
+    tiny_folder, monkeypatch, behind, ends_by
+):
+    monkeypatch.setattr(connection_module, "LOOK_S", 0.05)
+    requests = connection_module.MAX_READ_AHEAD + 4
+    size = connection_module.MAX_READ_AHEAD_BYTES + 300_000
+    paused = {"": Script("abcdef", pause_after=3)}
+    with running_app(tiny_folder, paused) as app:
+        with app.connect() as connection:
+            connection.sendall(completion("first", is_stream=True))
+            read_until(connection, b'"text":"c"')
+            if behind == "many requests":
+                connection.sendall(completion("more", is_stream=True) * requests)
+            else:
+                connection.sendall(completion("x" * size, is_stream=True))
+            (served,) = app.server.server_state.connections
+            wait_until(lambda: served.flow.read_paused and served._look_timer is not None)
+            time.sleep(0.2)  # it is looked at, and has not ended
+            assert not app.engine.was_aborted.is_set()
+            if ends_by == "reset":
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        app.wait(asyncio.wait_for(app.engine.was_aborted.wait(), 60))
+        app.settle()
+        assert len(app.engine.requests) == 1
+        assert app.services.admission.sequences == 0
+
+
+@pytest.mark.parametrize("path", ["completions", "chat", "tokenize"])
+def test_a_client_that_leaves_while_its_prompt_is_tokenised_ends_that(
+    tiny_folder, monkeypatch, path
+):
+    """What waits for a thread never begins; what runs there is not waited for."""
+    begun, goes_on = [], threading.Event()
+
+    def encode(_self, text, **_):
+        begun.append(text)
+        assert goes_on.wait(60)
+        return [1]
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    monkeypatch.setattr(Tokenizer, "encode_spans", encode)
+    text = "x" * (INLINE_CHARS + 1)
+    bodies = {
+        "completions": ("/v1/completions", {"prompt": text}),
+        "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        "tokenize": ("/tokenize", {"prompt": text}),
+    }
+    url, fields = bodies[path]
+    body = json.dumps(fields).encode()
+    sent = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (url.encode(), len(body))
+    with ThreadPoolExecutor(1) as threads, running_app(tiny_folder, context_length=65536) as app:
+        app.call(app.loop.set_default_executor, threads)
+        try:
+            with app.connect() as first, app.connect() as second:
+                first.sendall(sent + body)
+                wait_until(lambda: begun)
+                second.sendall(sent + body)
+                wait_until(lambda: not threads._work_queue.empty())
+            app.settle()
+            assert app.services.admission.sequences == 0
+            assert not app.engine.requests
+        finally:
+            goes_on.set()
+    assert len(begun) == 1
 
 
 def test_a_client_that_sends_without_end_behind_another_is_read_so_far(tiny_folder):

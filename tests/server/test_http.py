@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tailrace.config import ServerConfig
 from tailrace.errors import RequestError
-from tailrace.server.http import DROP_EXTENSION, Request
+from tailrace.server.http import DROP_EXTENSION, LEFT_EXTENSION, Request
 
 
 class Exchange:
@@ -19,12 +19,16 @@ class Exchange:
     def __init__(self, method="GET", headers=(), incoming=()):
         self.sent = []
         self.drops = 0
+        self.left = None
         self._incoming = list(incoming)
         scope = {
             "method": method,
             "path": "/x",
             "headers": list(headers),
-            "extensions": {DROP_EXTENSION: {"call": self._drop}},
+            "extensions": {
+                DROP_EXTENSION: {"call": self._drop},
+                LEFT_EXTENSION: {"call": self._when_left},
+            },
         }
         self.request = Request(scope, self._receive, self._send, ServerConfig())
 
@@ -36,6 +40,9 @@ class Exchange:
 
     def _drop(self):
         self.drops += 1
+
+    def _when_left(self, left):
+        self.left = left
 
     @property
     def status(self):
@@ -168,3 +175,35 @@ def test_dropping_reaches_the_connection():
 def test_without_our_connection_dropping_does_nothing():
     scope = {"method": "GET", "path": "/", "headers": []}
     Request(scope, None, None, ServerConfig()).drop()
+
+
+BODY = {"type": "http.request", "body": b"{}"}
+
+
+def test_work_on_a_whole_body_ends_with_the_connection():
+    async def main():
+        exchange = Exchange("POST", incoming=[BODY])
+        await exchange.request.body()
+        exchange.left()
+        assert exchange.request.was_left
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        asyncio.current_task().uncancel()
+
+    run(main())
+
+
+@pytest.mark.parametrize("then", ["answer", "end", "looks_itself"])
+def test_nothing_is_ended_that_is_answered_or_looks_itself(then):
+    async def main():
+        exchange = Exchange("POST", incoming=[BODY])
+        assert exchange.left is None
+        await exchange.request.body()
+        assert exchange.left is not None
+        if then == "answer":
+            await exchange.request.send_json(200, {})
+        else:
+            getattr(exchange.request, then)()
+        assert exchange.left is None
+
+    run(main())

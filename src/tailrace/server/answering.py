@@ -97,6 +97,7 @@ async def answer(
             lambda: keep_record(services, request, generation, delivered_s)
         )
     )
+    request.looks_itself()
     try:
         generation.start()
         if job.terms.is_streaming:

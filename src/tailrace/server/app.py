@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import structlog
@@ -56,6 +57,11 @@ def create_app(services: Services) -> Callable[[Scope, Receive, Send], Awaitable
         try:
             await _answer(services, request)
         except ClientGoneError:
+            log.debug("client_gone", path=request.path, request_id=request.request_id)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not request.was_left or task is None or task.uncancel():
+                raise  # the server ends
             log.debug("client_gone", path=request.path, request_id=request.request_id)
         except Exception as error:  # one request's failure must not become the connection's
             if not isinstance(error, RequestError):

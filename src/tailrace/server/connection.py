@@ -9,7 +9,8 @@ and when the kernel has its answer's last: see http.py.
 Bodies beside an offer to upgrade, which Java's HttpClient and `curl --http2` make with every
 request: httptools passes over such a body and would take it for the next request.
 An end for every request of a connection that is lost: uvicorn tells only the latest of those that
-came behind each other, and reads nothing, not even the end, while one waits behind another.
+came behind each other, and reads nothing, not even the end, while one waits behind another. Work
+that waits for nothing from the client, such as tokenising, may ask to be told, too.
 Streams without chunks to HTTP/1.0, which has none.
 A gentle end where an answer comes before its body is whole (a wrong key, a body too large): to
 close with bytes unread is a reset, and many clients would see that in place of the answer.
@@ -18,6 +19,7 @@ close with bytes unread is a reset, and many clients would see that in place of 
 from __future__ import annotations
 
 import asyncio
+import select
 from typing import TYPE_CHECKING, Any
 
 import httptools
@@ -29,6 +31,7 @@ from tailrace.server.http import (
     DRAINED_EXTENSION,
     DROP_EXTENSION,
     FREE_EXTENSION,
+    LEFT_EXTENSION,
 )
 
 if TYPE_CHECKING:
@@ -38,15 +41,19 @@ if TYPE_CHECKING:
 MAX_HEAD_BYTES = 64 * 1024
 MAX_READ_AHEAD = 8
 """Requests that are read while one before them is answered, so that a client's end is seen. One
-that sends more is read again when they are answered, and seen to have gone only then."""
+that sends more is read again when they are answered; until then its end is looked for."""
 MAX_READ_AHEAD_BYTES = 1024 * 1024
 """Likewise, of the bodies of those requests together."""
+LOOK_S = 1.0
+"""How often a connection that is not read is looked at for its end."""
 LINGER_S = 5.0
 LINGER_BYTES = 64 * 1024 * 1024
 """Of a body that nobody reads, so much is thrown away after the answer, for so long."""
 _ALONE = b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _STALLED = b"HTTP/1.1 408 Request Timeout" + _ALONE
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large" + _ALONE
+_NO_MORE = getattr(select, "POLLRDHUP", 0)  # Linux has it, even ahead of bytes nobody has read
+_BROKEN = select.POLLHUP | select.POLLERR
 _FRAMING = (b"content-length", b"transfer-encoding")
 
 
@@ -87,6 +94,8 @@ class Connection(HttpToolsProtocol):
         self._resumptions = 0
         self._first_byte_s = 0.0
         self._awaiting_drain: list[Callable[[float], None]] = []
+        self._look_timer: TimerHandle | None = None
+        self._left: Callable[[], None] | None = None
         self._linger_timer: TimerHandle | None = None
         self._lingering_bytes = 0
         self._running: RequestResponseCycle | None = None
@@ -100,7 +109,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the deadlines."""
         self._end_head()
-        for timer in (self._delivery_timer, self._linger_timer):
+        for timer in (self._delivery_timer, self._linger_timer, self._look_timer):
             if timer is not None:
                 timer.cancel()
         self._tell_drained()  # as far as it will ever be
@@ -108,6 +117,9 @@ class Connection(HttpToolsProtocol):
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
+        left, self._left = self._left, None
+        if left is not None:
+            left()
         super().connection_lost(exc)
 
     def resume_writing(self) -> None:
@@ -185,6 +197,7 @@ class Connection(HttpToolsProtocol):
             FREE_EXTENSION: {"call": self._is_free},
             ARRIVAL_EXTENSION: {"at_s": self._first_byte_s},
             DRAINED_EXTENSION: {"call": self._when_drained},
+            LEFT_EXTENSION: {"call": self._when_left},
         }
         super().on_headers_complete()
         self._read_ahead()
@@ -218,6 +231,31 @@ class Connection(HttpToolsProtocol):
         waiting_bytes = sum(len(cycle.body) for cycle, _ in self.pipeline)
         if 0 < len(self.pipeline) <= MAX_READ_AHEAD and waiting_bytes <= MAX_READ_AHEAD_BYTES:
             self.flow.resume_reading()
+        elif self.pipeline and self._look_timer is None:
+            self._look_later()
+
+    def _look_later(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._look_timer = loop.call_later(LOOK_S, self._look_for_end)
+
+    def _look_for_end(self) -> None:
+        """Close a connection that is not read where the client has ended it.
+
+        The end comes behind all bytes: of more than the kernel's buffer holds it is not there yet,
+        and then the first write that is refused tells.
+        """
+        self._look_timer = None
+        if not self.flow.read_paused or self.transport.is_closing():
+            return
+        watch = select.poll()
+        watch.register(self.transport.get_extra_info("socket").fileno(), _NO_MORE)
+        seen = watch.poll(0)
+        if not seen:
+            self._look_later()
+        elif seen[0][1] & _BROKEN:
+            self.transport.abort()
+        else:
+            self.transport.close()  # as where its end is read
 
     def on_message_complete(self) -> None:
         """The request is whole, unless httptools has only passed over its body."""
@@ -328,6 +366,10 @@ class Connection(HttpToolsProtocol):
         now_s = monotonic()
         for told in awaiting:
             told(now_s)
+
+    def _when_left(self, left: Callable[[], None] | None) -> None:
+        """Call `left` if the connection ends."""
+        self._left = left
 
     def _is_free(self) -> bool:
         return not self.flow.write_paused

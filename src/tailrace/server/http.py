@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -38,6 +39,10 @@ DRAINED_EXTENSION = "tailrace.drained"
 """In the scope's extensions; its "call" takes a function, which it calls with the time when the
 kernel has everything that was written, or the connection is gone."""
 
+LEFT_EXTENSION = "tailrace.left"
+"""In the scope's extensions; its "call" takes a function, which it calls once if the connection
+ends; None: nobody is to be called any more."""
+
 TIMING_HEADER = "x-tailrace-timing"
 
 _T = TypeVar("_T")
@@ -58,6 +63,7 @@ class Request:
         timeline: Where that was, so far.
         failure: Why it is not answered as it wished.
         holder: Whose key it brought; None: one without a name, or none.
+        was_left: Whether the client's end has ended the work on it.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, config: ServerConfig) -> None:
@@ -84,6 +90,10 @@ class Request:
         self._when_drained: Callable[[Callable[[float], None]], None] = extensions.get(
             DRAINED_EXTENSION, {}
         ).get("call", _at_once)
+        self._when_left: Callable[[Callable[[], None] | None], None] = extensions.get(
+            LEFT_EXTENSION, {}
+        ).get("call", _forgotten)
+        self.was_left = False
         arrival_s = extensions.get(ARRIVAL_EXTENSION, {}).get("at_s")
         self.timeline = Timeline(monotonic() if arrival_s is None else arrival_s)
         self._at_end: Callable[[float], None] | None = None
@@ -121,6 +131,7 @@ class Request:
         )
         self._has_body = True
         self.timeline.enter("tokenise")
+        self._end_when_left()
         return body
 
     async def decode(self, kind: type[_T], see: Callable[[bytearray], None] | None = None) -> _T:
@@ -134,6 +145,24 @@ class Request:
             RequestError: 400, with `param` where a field is at fault; 408, 413 or 415.
         """
         return ingest.decode(await self.body(see), kind)
+
+    def _end_when_left(self) -> None:
+        """Cancel the task at hand if the client leaves, until `looks_itself` or the answer.
+
+        A body is whole, so nobody receives: work on a long prompt would not hear of it.
+        """
+        task = asyncio.current_task()
+
+        def left() -> None:
+            self.was_left = True
+            if task is not None:
+                task.cancel()
+
+        self._when_left(left)
+
+    def looks_itself(self) -> None:
+        """Say that the caller sees to the client's end, by `disconnected`."""
+        self._when_left(None)
 
     async def disconnected(self) -> None:
         """Wait until the client is gone (or the answer complete)."""
@@ -222,6 +251,7 @@ class Request:
 
     def end(self) -> None:
         """Say that nothing more is sent: who asked is told, once the kernel has all of it."""
+        self._when_left(None)
         told = self._at_end
         if told is None:
             return
@@ -245,6 +275,7 @@ class Request:
             self.timeline.send_ended()
 
     async def _start(self, status: int, headers: list[Header]) -> None:
+        self._when_left(None)
         self.is_answered = True
         self.status = status
         self.timeline.enter("emit")
@@ -265,6 +296,10 @@ Handler = Callable[["Services", Request], Awaitable[None]]
 
 def _never() -> bool:
     return False
+
+
+def _forgotten(_left: Callable[[], None] | None) -> None:
+    """Of a server that tells nobody of the connection's end but through `receive`."""
 
 
 def _at_once(told: Callable[[float], None]) -> None:
