@@ -77,11 +77,10 @@ def test_a_gpu_keeps_kv_in_the_weights_dtype_or_in_float8(name):
         load({"gpus": "0", "dtype": "float16", "kv_cache_dtype": "bfloat16"}, environ={})
 
 
-def test_hoppers_prefill_kernel_does_not_go_with_a_cache_in_float8():
-    asked = {"gpus": "0", "prefill_attention": "hopper"}
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_hoppers_prefill_kernel_goes_with_either_cache(kv_cache_dtype):
+    asked = {"gpus": "0", "prefill_attention": "hopper", "kv_cache_dtype": kv_cache_dtype}
     assert load(asked, environ={}).engine.prefill_attention == "hopper"
-    with pytest.raises(ConfigError, match=r"hopper with --kv-cache-dtype fp8: .*weights' dtype"):
-        load(asked | {"kv_cache_dtype": "fp8"}, environ={})
 
 
 def test_lists_are_given_by_comma():

@@ -76,8 +76,8 @@ class EngineConfig:
     prefill_attention: str = setting(
         "auto",
         "Which kernel computes prompts' attention on a GPU. triton | hopper (Hopper GPUs, heads of "
-        "64 or 128 dimensions, KV in the weights' dtype) | auto: by length, as --plan measured; "
-        "without a plan hopper for heads of 128, else triton.",
+        "64 or 128 dimensions) | auto: by length, as --plan measured; without a plan hopper for "
+        "heads of 128 over KV in the weights' dtype, else triton.",
     )
     phase_overlap: str = setting(
         "auto",
@@ -263,11 +263,6 @@ class EngineConfig:
     def _check_device(self) -> None:
         if not self.gpus:
             self._check_for_gpus()
-        if self.prefill_attention == "hopper" and self.kv_is_float8:
-            raise ConfigError(
-                f"--prefill-attention hopper with --kv-cache-dtype {self.kv_cache_dtype}: the "
-                "kernel reads KV in the weights' dtype alone; use auto for one of the two"
-            )
         if len(self.gpus) > 1:
             raise ConfigError(
                 f"--gpus {','.join(map(str, self.gpus))}: one model over several GPUs is not in "

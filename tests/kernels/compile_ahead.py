@@ -57,6 +57,7 @@ from tailrace.kernels.paged_attention import triton_hopper_prefill
 from tailrace.kernels.paged_attention.contiguous import WHOLE
 from tailrace.kernels.paged_attention.triton_decode import decode_kernel
 from tailrace.kernels.paged_attention.triton_prefill import prefill_kernel
+from tailrace.kernels.paged_attention.triton_widened_kv import PIECE, UNIT_TOKENS, widen_kernel
 from tailrace.kernels.rms_norm.triton import rms_norm_kernel
 from tailrace.kernels.rope_cache.triton import rope_cache_kernel
 from tailrace.kernels.sampling import triton as sampling
@@ -489,19 +490,20 @@ def hopper_int8_cases(kind: int) -> Iterator[Case]:
 def hopper_prefill_cases(kind: int) -> Iterator[Case]:
     """Every candidate in bfloat16 over units of 8; the usual ones over what else they serve.
 
-    That is units of 16 and 32 in a pool, keys in one piece, and float16.
+    That is units of 16 and 32 in a pool, keys in one piece, float16, and what was widened.
     """
     if kind < HOPPER:
         return
     usual = triton_hopper_prefill.USUAL
     wanted = [
-        (head_dim, shape, "bf16", 8)
+        (head_dim, shape, "bf16", 8, False)
         for head_dim, shapes in triton_hopper_prefill.CANDIDATES.items()
         for shape in shapes
     ]
     others = itertools.product(usual.items(), (("fp16", 16), ("bf16", 32), ("bf16", WHOLE)))
-    wanted += [(dim, shape, half, unit) for (dim, shape), (half, unit) in others]
-    for head_dim, shape, half, unit in wanted:
+    wanted += [(dim, shape, half, unit, False) for (dim, shape), (half, unit) in others]
+    wanted += [(dim, shape, "bf16", UNIT_TOKENS, True) for dim, shape in usual.items()]
+    for head_dim, shape, half, unit, is_scaled in wanted:
         heads, kv_heads = HEADS[head_dim]
         box = triton_hopper_prefill.box_tokens(unit, shape)
         boxes = f"tensordesc<{half}[1, {box}, 1, 64],{triton_hopper_prefill.box_layout()!r}>"
@@ -513,13 +515,32 @@ def hopper_prefill_cases(kind: int) -> Iterator[Case]:
             "NUM_HEADS": heads, "GROUP": heads // kv_heads, "UNIT": unit, "HEAD_DIM": head_dim,
             "BLOCK_N": shape.block_n, "STAGES": shape.stages,
             "VALUE_STAGES": shape.value_stages, "TURNS": shape.turns,
-            "REGISTERS": shape.registers,
+            "REGISTERS": shape.registers, "IS_SCALED": is_scaled,
         }  # fmt: skip
         yield Case(
             f"hopper_prefill {head_dim} {shape.words} {half}/{unit}",
             triton_hopper_prefill.hopper_prefill_kernel, constants, types=types,
             registers=triton_hopper_prefill.REGISTERS, source=GluonASTSource, is_candidate=True,
         )  # fmt: skip
+
+
+def widen_cases(kind: int) -> Iterator[Case]:
+    """From units of 8 and 32 to either half, as many sequences as captured steps have and more."""
+    if kind < HOPPER:
+        return
+    for (head_dim, (_, kv_heads)), (half, unit, padded) in itertools.product(
+        HEADS.items(), (("bf16", 8, 32), ("fp16", 32, 256))
+    ):
+        if head_dim not in triton_hopper_prefill.USUAL:
+            continue
+        constants = {
+            **UNIT_STRIDES, "NUM_KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "UNIT": unit,
+            "WIDE_UNIT": UNIT_TOKENS, "PIECE": PIECE, "PADDED": padded,
+        }  # fmt: skip
+        types = {
+            **FLOAT8_KV, **dict.fromkeys(("wide_k", "wide_v"), f"*{half}"), "wide_tables": "*i32",
+        }  # fmt: skip
+        yield Case(f"widen {head_dim} {half}/{unit}/{padded}", widen_kernel, constants, types=types)
 
 
 def sampling_cases() -> Iterator[Case]:
@@ -698,6 +719,7 @@ def main(kind: int, *, with_all: bool = False) -> None:
         *hopper_int8_cases(kind),
         *hopper_float8_cases(kind),
         *hopper_prefill_cases(kind),
+        *widen_cases(kind),
         *float8_linear_cases(kind),
         *int8_cases(kind),
         *sampling_cases(),

@@ -22,6 +22,8 @@ class Call:
     tiles: list[list[int]]
     rows: int
     """Of queries."""
+    v_scale: float | None
+    """Of values that were widened from float8."""
 
 
 @dataclass
@@ -32,7 +34,7 @@ class HopperStandIn:
 
     def __call__(
         self, q, k_cache, v_cache, out, *, tiles, query_starts, kv_lens, block_tables,
-        scale, shape=None, unit=None,
+        scale, shape=None, unit=None, v_scale=None,
     ):  # fmt: skip
         assert isinstance(shape, HopperShape)
         assert q.is_contiguous()
@@ -49,7 +51,8 @@ class HopperStandIn:
         else:
             assert unit >= shape.block_n
         assert unit % 8 == 0
-        self.calls.append(Call(shape, tiles.tolist(), len(q)))
+        assert k_cache.dtype == v_cache.dtype == q.dtype
+        self.calls.append(Call(shape, tiles.tolist(), len(q), v_scale))
         seen = set()
         for sequence, first in tiles.tolist():
             start, stop = query_starts[sequence : sequence + 2].tolist()
@@ -68,7 +71,7 @@ class HopperStandIn:
             assert 0 <= int(units.min()) <= int(units.max()) < k_cache.shape[0]
             k = k_cache[units, :, :, positions % unit].transpose(0, 1)
             v = v_cache[units, :, positions % unit].transpose(0, 1)
-            out[rows] = attend(q[rows], k, v, scale)
+            out[rows] = attend(q[rows], k, v, scale) * (v_scale or 1.0)
 
 
 def let_hopper_serve(monkeypatch):

@@ -68,7 +68,7 @@ class Paged:
         )
         for table, keys, values in zip(self.tables, self.keys, self.values, strict=True):
             positions = torch.arange(keys.shape[0])
-            blocks = torch.tensor(table)[positions // self.block_size]
+            blocks = torch.tensor(table, dtype=torch.long)[positions // self.block_size]
             offsets = positions % self.block_size
             self.k_cache[blocks, :, :, offsets] = keys
             self.v_cache[blocks, :, offsets] = values

@@ -47,6 +47,7 @@ def test_every_kernel_compiles_within_the_gpus_means(kind, pytestconfig, tmp_pat
     for name in (
         "hopper_int4", "hopper_int4_bands", "hopper_int4_few", "hopper_int8", "hopper_prefill",
         "hopper_float8",
+        "widen",
     ):  # fmt: skip
         assert any(entry["name"].split()[0] == name for entry in kernels) == (kind >= HOPPER)
     float8 = {entry["name"].split()[0] for entry in kernels if entry["name"].endswith("float8")}

@@ -7,14 +7,13 @@ import re
 import pytest
 import torch
 
-from tailrace.errors import ConfigError, EngineError
+from tailrace.errors import ConfigError
 from tests.kernels.compare import assert_close
 from tests.kernels.paged import Paged
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from tailrace.kernels.attention_shapes import PREFILL, key_words
-from tailrace.kernels.kv_scales import KVScales
 from tailrace.kernels.paged_attention import prefill_kernels, triton_hopper_prefill
 from tailrace.kernels.paged_attention.contiguous import attend
 from tailrace.kernels.paged_attention.prefill_kernels import (
@@ -56,12 +55,12 @@ STEP = [(1, 70), (1, 9), (129, 129), (5, 300), (256, 300), (128, 128), (1, 41)]
         ({"capability": (10, 0)}, "capability is 10.0"),
         ({"head_dim": 256}, "256 dimensions a head, .* 64 and 128"),
         ({"dtype": torch.float32, "kv_dtype": torch.float32}, "activations are float32"),
-        ({"kv_dtype": torch.float8_e4m3fn}, "KV is kept in float8_e4m3fn"),
-        ({"kv_dtype": torch.float16}, "KV is kept in float16, .* in bfloat16 alone"),
+        ({"kv_dtype": torch.float8_e5m2}, "KV is kept in float8_e5m2"),
+        ({"kv_dtype": torch.float16}, "KV is kept in float16, .* reads bfloat16 and float8"),
         ({"unit": 4}, "units of KV hold 4 tokens"),
         ({"unit": 24}, "units of KV hold 24 tokens"),
     ],
-    ids=["cpu", "ada", "blackwell", "dims", "float32", "float8", "halves", "small", "odd"],
+    ids=["cpu", "ada", "blackwell", "dims", "float32", "e5m2", "halves", "small", "odd"],
 )
 def test_hoppers_kernel_is_refused_with_the_missing_piece(given, reason):
     found = why_not_hopper(**SERVED | given)
@@ -162,15 +161,6 @@ def test_a_step_of_decodes_and_prompts_is_the_same_by_either_kernel(interpreter,
     assert call.shape == USUAL[64]
     # Two decodes; then 2 tiles of 129 rows, and a prompt's last row is one as well.
     assert sorted(call.tiles) == [[2, 0], [2, 128], [3, 0], [4, 0], [4, 128], [5, 0], [6, 0]]
-
-
-def test_hoppers_kernel_takes_no_scales_of_a_float8_cache():
-    empty = torch.empty(0)
-    with pytest.raises(EngineError, match="takes no KV scales"):
-        prefill(
-            empty, empty, empty, empty, tiles=empty, query_starts=empty, kv_lens=empty,
-            block_tables=empty, scale=1.0, shape=USUAL[128], kv_scales=KVScales(2.0, 1.0),
-        )  # fmt: skip
 
 
 # The kernel itself, in our interpreter of Gluon

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from tailrace.engine.decode_launches import least_decodes
@@ -123,10 +124,12 @@ class CudaRunner:
         kernels.reserve(
             rows=num_slots,
             num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             max_kv_len=context_length,
         )
         self._prefill_shape = partial(kernels.prefill_shape, config.head_dim)
+        self._has_room = kernels.has_room
         shape = self._prefill_shape(context_length)
         self.sizes = FrameSizes(num_slots, token_budget, shape.block_m, paced=paced)
         tables = SlotTables(
@@ -237,7 +240,7 @@ class CudaRunner:
         captured = None if scored else self._captured_frame(chunks, step.num_tokens, decodes)
         shape = self.step_graphs.shape
         if captured is None:
-            shape = self._prefill_shape(longest)
+            shape = self._prefill_shape(longest, has_room=self._fits(chunks[decodes:]))
         tiles = cut_prompts(chunks, decodes, captured, shape)
         frame = captured or Frame(
             decodes, step.num_tokens - decodes, len(chunks) - decodes, len(tiles)
@@ -268,11 +271,15 @@ class CudaRunner:
         self, chunks: Sequence[Chunk], num_tokens: int, decodes: int
     ) -> Frame | None:
         """Return the smallest captured frame that the step fits, without much padding."""
-        if not self.step_graphs.graphs:
+        if not (self.step_graphs.graphs and self._fits(chunks[decodes:])):
             return None
         return self.sizes.fitting(
             decodes=decodes, tokens=num_tokens - decodes, prompts=len(chunks) - decodes
         )
+
+    def _fits(self, prompts: Sequence[Chunk]) -> bool:
+        """Tell whether there is room to widen the prompts' keys, where that is done."""
+        return self._has_room(np.array([chunk.end for chunk in prompts], np.int32))
 
     # The runner's thread
 

@@ -34,6 +34,7 @@ from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.linear.float8_linear import ROUNDED
 from tailrace.kernels.paged_attention.device_batch import DeviceBatch, cut_tiles
 from tailrace.kernels.paged_attention.prefill_kernels import describe
+from tailrace.kernels.paged_attention.triton_widened_kv import WidenedKv
 from tailrace.kernels.triton_kernels import TritonKernels
 from tailrace.models.loader import describe_weights, load_model
 
@@ -65,7 +66,7 @@ class MemoryPlan:
     activations: int
     """The peak of the largest step, measured."""
     overhead: int
-    """CUDA's context, graphs with the activations and logits they keep, the decode scratch,
+    """CUDA's context, graphs with the activations and logits they keep, attention's scratch,
     block tables."""
     kv: int
     prompt_weights: int = 0
@@ -249,7 +250,11 @@ def load_runner(
 
     runner, length, num_blocks = capture_within_memory(make, is_fixed=config.kv_cache_tokens > 0)
     times.mark("capture")
-    attention = describe(partial(kernels.prefill_shape, loaded.config.head_dim), length)
+    attention = describe(
+        partial(kernels.prefill_shape, loaded.config.head_dim),
+        length,
+        wide_tokens=kernels.wide_tokens,
+    )
     log.info("prefill_attention", serves=attention)
     log.info("decode_launches", serves=describe_launches(runner.step_graphs.dependent_from))
     pool = describe_kv(num_blocks * config.kv_unit_tokens, length, token_bytes)
@@ -502,7 +507,7 @@ def later_bytes(
     token_budget: int,
     context: int,
 ) -> int:
-    """Return what is allocated after the plan: graphs' logits, decode scratch and block tables."""
+    """Return what is allocated after the plan: graphs' logits, scratch, block tables."""
     shape, slots = model.config, config.max_batch_size
     block_m = kernels.prefill_shape(shape.head_dim, context).block_m
     mixed = mixed_frames(slots, token_budget, block_m, paced=config.itl_target_s > 0)
@@ -511,6 +516,8 @@ def later_bytes(
     rows = sum(frame.decodes + frame.prompts for frame in frames)
     splits = -(-context // decode_shape(shape.head_dim, kernels.capability).split)
     scratch = slots * shape.num_heads * splits * (shape.head_dim + 1) * 4
+    units = kernels.wide_units(shape.head_dim, sequences=slots, longest=context)
+    scratch += WidenedKv.bytes_of(units, shape.num_kv_heads, shape.head_dim, kernels.dtype)
     return rows * shape.vocab_size * kernels.dtype.itemsize + scratch + tables
 
 

@@ -1,7 +1,8 @@
 """What a GPU's plan asks, and what each question is asked with.
 
     prompts' attention    tile shapes of Triton's kernel and, where it serves, of Hopper's, by the
-                          length of the longest sequence and the cache's dtype
+                          length of the longest sequence and the cache's dtype; over float8,
+                          widening it for Hopper's is a part of what is timed
     decodes' attention    warps and stages of the same tiles
     linear layers         the ways of each size, for each class of rows (`linear/ways`)
 
@@ -40,6 +41,7 @@ from tailrace.kernels.paged_attention.prefill_kernels import (
     prefill,
 )
 from tailrace.kernels.paged_attention.triton_decode import DecodeScratch, decode
+from tailrace.kernels.paged_attention.triton_widened_kv import WidenedKv, units_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -231,12 +233,18 @@ def _prefill(
 ) -> Question:
     """One whole prompt of so many tokens, in a class."""
     length, bound = sizes
+    is_float8 = kv_dtype == FLOAT8
     starts = torch.tensor([0, length], dtype=torch.int32, device=kernels.device)
 
     @cache
     def given() -> tuple[_Sequences, Tensor]:
         at = _Sequences.of(kernels, heads, (1, length, length), kv_dtype, unit)
         return at, at.q[0].transpose(0, 1).contiguous()
+
+    @cache
+    def wide() -> WidenedKv:
+        units = units_of(np.array([length]))
+        return WidenedKv.allocate(units, heads.kv, heads.dim, kernels.dtype, kernels.device)
 
     def by(shape: PrefillShape) -> Tensor:
         at, q_THD = given()
@@ -252,6 +260,7 @@ def _prefill(
             block_tables=at.tables,
             scale=heads.dim**-0.5,
             shape=shape,
+            wide=wide() if is_float8 and is_hopper(shape) else None,
         )
         return out_THD
 
@@ -262,7 +271,7 @@ def _prefill(
 
     shapes = _asked_shapes(kernels, heads.dim, kv_dtype, unit)
     tiles = {shape.block_m: _tiles(length, shape.block_m, kernels.device) for shape in shapes}
-    usual = kernels.usual_prefill_shape(heads.dim, bound - 1)
+    usual = kernels.usual_prefill_shape(heads.dim, bound - 1, over_float8=is_float8)
     if usual not in shapes:  # of another dtype of KV
         usual = prefill_shape(heads.dim, bound - 1, kernels.capability)
     works = {name_of(shape): partial(by, shape) for shape in shapes}

@@ -6,6 +6,7 @@ asked here, and its winners to what is a candidate here, before any of them serv
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tailrace.errors import ConfigError
@@ -97,12 +98,13 @@ def apply(
                 "`tailrace plan measure` makes one for this version"
             )
     shapes = {name_of(shape): shape for shape in prefill_shapes(kernels, head_dim, kv_dtype, unit)}
+    usual = partial(kernels.usual_prefill_shape, head_dim, over_float8=kv_dtype == FLOAT8)
     rows = []
     for bound in BOUNDS:
         question = over(PREFILL, kv_dtype), key_words(bound)
         _winner(plan, *question, list(shapes), file)
         shape = _allowed_winner(plan.choice(*question), kernels, shapes, file)
-        rows.append((bound, shape or kernels.usual_prefill_shape(head_dim, bound - 1)))
+        rows.append((bound, shape or usual(bound - 1)))
     decodes = {shape.words: shape for shape in decode_candidates(head_dim, kernels.capability)}
     decode_name = _winner(plan, over(DECODE, kv_dtype), ANY_LENGTH, list(decodes), file)
     served = []

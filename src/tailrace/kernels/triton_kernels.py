@@ -12,6 +12,7 @@ import torch
 
 from tailrace.errors import ConfigError, EngineError
 from tailrace.kernels.attention_shapes import (
+    BOUNDS,
     FLOAT8_CAPABILITY,
     INTERPRETER,
     Capability,
@@ -21,7 +22,7 @@ from tailrace.kernels.attention_shapes import (
 from tailrace.kernels.kv_scales import UNSCALED, KVScales
 from tailrace.kernels.linear.cublas import CublasLinear
 from tailrace.kernels.linear.device_linear import RoundsRows
-from tailrace.kernels.linear.float8 import Float8Weight
+from tailrace.kernels.linear.float8 import FLOAT8, Float8Weight
 from tailrace.kernels.linear.float8_linear import Float8Linear, takes
 from tailrace.kernels.linear.int4 import GroupInt4
 from tailrace.kernels.linear.int4_linear import Int4Linear
@@ -31,7 +32,7 @@ from tailrace.kernels.linear.phased_linear import PhasedLinear
 from tailrace.kernels.linear.triton_skinny import SkinnyLinear, SkinnyScratch
 from tailrace.kernels.linear.weight import plain
 from tailrace.kernels.linear.workspace import Workspace
-from tailrace.kernels.paged_attention.device_batch import plan
+from tailrace.kernels.paged_attention.device_batch import DeviceBatch, plan
 from tailrace.kernels.paged_attention.prefill_kernels import (
     FASTER_HEAD_DIMS,
     hopper_shapes,
@@ -40,11 +41,18 @@ from tailrace.kernels.paged_attention.prefill_kernels import (
     why_not_hopper,
 )
 from tailrace.kernels.paged_attention.triton_decode import DecodeScratch, decode
+from tailrace.kernels.paged_attention.triton_widened_kv import (
+    UNIT_TOKENS,
+    WidenedKv,
+    scratch_units,
+    units_of,
+)
 from tailrace.kernels.rms_norm.triton import add_rms_norm
 from tailrace.kernels.rope_cache.triton import rope_and_cache
 from tailrace.kernels.silu_mul.triton import silu_mul
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from tailrace.kernels.attention_batch import AttentionBatch
@@ -53,7 +61,6 @@ if TYPE_CHECKING:
     from tailrace.kernels.linear.prefill_format import PrefillFormat
     from tailrace.kernels.linear.ways import PlannedLinear, Ways
     from tailrace.kernels.linear.weight import Weight
-    from tailrace.kernels.paged_attention.device_batch import DeviceBatch
     from tailrace.kernels.paged_attention.prefill_kernels import PrefillShape
     from tailrace.kernels.paged_attention.triton_decode import DecodeShape
     from tailrace.kernels.rotary import Rotary
@@ -101,6 +108,8 @@ class TritonKernels:
         """A plan's shapes of prompts' attention: (below so many keys, shape), ascending."""
         self._prefill_asked = "auto"
         self._has_hopper_prefill = False
+        self._kv_is_float8 = False
+        self._wide: WidenedKv | None = None
         # Prompts' attention runs there beside the decodes'; the higher priority gives it its share
         # of each multiprocessor: docs/performance.md, "Attention on two streams".
         self._beside = torch.cuda.Stream(device, priority=-1) if is_gpu else None  # type: ignore[no-untyped-call]
@@ -125,6 +134,7 @@ class TritonKernels:
             raise ConfigError(f"--prefill-attention hopper: {reason}; use auto or triton")
         self._prefill_asked = asked
         self._has_hopper_prefill = reason is None
+        self._kv_is_float8 = kv_dtype == FLOAT8
 
     def why_not_hopper(self, head_dim: int, kv_dtype: torch.dtype, unit: int) -> str | None:
         """Say why Hopper's kernel cannot serve prompts of a model here, or None where it can."""
@@ -143,27 +153,61 @@ class TritonKernels:
             is_hopper(shape) == (self._prefill_asked == "hopper")
         )
 
-    def prefill_shape(self, head_dim: int, max_kv_len: int) -> PrefillShape:
+    def prefill_shape(
+        self, head_dim: int, max_kv_len: int, *, has_room: bool = True
+    ) -> PrefillShape:
         """Return the shape of prompts' attention: the plan's, or the usual one.
+
+        Args:
+            head_dim: Of the model.
+            max_kv_len: Keys of the step's longest sequence.
+            has_room: Whether the keys of the step's prompts could be widened (`has_room`); else
+                the shape is the table's, of the kernel that reads float8.
 
         Raises:
             ConfigError: No kernel serves the head dimension or the GPU.
         """
+        if not has_room:
+            return prefill_shape(head_dim, max_kv_len, self.capability)
         for bound, shape in self.prefill_rows:
             if max_kv_len < bound:
                 return shape
-        return self.usual_prefill_shape(head_dim, max_kv_len)
+        return self.usual_prefill_shape(head_dim, max_kv_len, over_float8=self._kv_is_float8)
 
-    def usual_prefill_shape(self, head_dim: int, max_kv_len: int) -> PrefillShape:
+    def usual_prefill_shape(
+        self, head_dim: int, max_kv_len: int, *, over_float8: bool
+    ) -> PrefillShape:
         """Return the shape without a plan: the table's, or the usual one of Hopper's kernel.
 
         Raises:
             ConfigError: No kernel serves the head dimension or the GPU.
         """
-        is_faster = self._has_hopper_prefill and head_dim in FASTER_HEAD_DIMS
-        if self._prefill_asked == "hopper" or (self._prefill_asked == "auto" and is_faster):
+        is_faster = head_dim in FASTER_HEAD_DIMS and not over_float8
+        by_default = self._prefill_asked == "auto" and self._has_hopper_prefill and is_faster
+        if self._prefill_asked == "hopper" or by_default:
             return hopper_shapes(head_dim)[0]
         return prefill_shape(head_dim, max_kv_len, self.capability)
+
+    def wide_units(self, head_dim: int, *, sequences: int, longest: int) -> int:
+        """Return the units that the keys of prompts are to be widened to; 0: nothing is widened.
+
+        Args:
+            head_dim: Of the model.
+            sequences: Of a step, at most.
+            longest: Tokens of one, at most.
+        """
+        lasts = {min(bound - 1, longest) for bound in BOUNDS}
+        by_hopper = any(is_hopper(self.prefill_shape(head_dim, last)) for last in lasts)
+        return scratch_units(sequences, longest) if self._kv_is_float8 and by_hopper else 0
+
+    @property
+    def wide_tokens(self) -> int:
+        """Tokens of prompts that there is room to widen, once reserved; 0: nothing is widened."""
+        return 0 if self._wide is None else self._wide.units * UNIT_TOKENS
+
+    def has_room(self, prompt_kv_lens: np.ndarray) -> bool:
+        """Tell whether prompts with so many keys can go by any shape that serves."""
+        return self._wide is None or units_of(prompt_kv_lens) <= self._wide.units
 
     def decode_shape(self, head_dim: int) -> DecodeShape:
         """Return the shape of decodes' attention: the plan's, or the table's.
@@ -173,12 +217,18 @@ class TritonKernels:
         """
         return self.decode_row or decode_shape(head_dim, self.capability)
 
-    def reserve(self, *, rows: int, num_heads: int, head_dim: int, max_kv_len: int) -> None:
-        """Make the decode kernel's scratch, once, for the largest step there will be."""
+    def reserve(
+        self, *, rows: int, num_heads: int, num_kv_heads: int, head_dim: int, max_kv_len: int
+    ) -> None:
+        """Make attention's scratch, once, for the largest step there will be."""
         split = decode_shape(head_dim, self.capability).split
         self._scratch = DecodeScratch.allocate(
             rows, num_heads, head_dim, max_kv_len, split, str(self.device)
         )
+        units = self.wide_units(head_dim, sequences=rows, longest=max_kv_len)
+        self._wide = None
+        if units:
+            self._wide = WidenedKv.allocate(units, num_kv_heads, head_dim, self.dtype, self.device)
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`; x is float32, the result in the activations' dtype."""
@@ -234,7 +284,7 @@ class TritonKernels:
         kv_scales: KVScales = UNSCALED,
     ) -> Tensor:
         """See `Kernels.paged_attention`."""
-        planned = plan(batch, self.prefill_shape(q_THD.shape[2], batch.max_kv_len))
+        planned = self._planned(batch, q_THD.shape[2])
         out_THD = torch.empty_like(q_THD)
         caches = (k_cache, v_cache)
         if not planned.num_decodes:
@@ -254,6 +304,13 @@ class TritonKernels:
             finally:  # the next step overwrites what its kernels read
                 stream.wait_stream(self._beside)
         return out_THD.flatten(1)
+
+    def _planned(self, batch: AttentionBatch, head_dim: int) -> DeviceBatch:
+        """Return a batch whose shape is chosen already, or choose and cut it (see `plan`)."""
+        if isinstance(batch, DeviceBatch):
+            return batch
+        has_room = self._wide is None or self.has_room(batch.kv_lens.cpu().numpy())
+        return plan(batch, self.prefill_shape(head_dim, batch.max_kv_len, has_room=has_room))
 
     def _decode(
         self,
@@ -279,8 +336,8 @@ class TritonKernels:
             scratch=self._scratch_for(decodes, num_heads, head_dim, batch.max_kv_len),
         )
 
-    @staticmethod
     def _prefill(
+        self,
         q_THD: Tensor,
         caches: tuple[Tensor, Tensor],
         batch: DeviceBatch,
@@ -300,6 +357,8 @@ class TritonKernels:
             scale=scale,
             kv_scales=kv_scales,
             shape=batch.shape,
+            wide=self._wide_for(batch, caches[1]),
+            first_prompt=batch.num_decodes,
         )
 
     def silu_mul(self, gate_up_T2F: Tensor) -> Tensor:
@@ -439,6 +498,17 @@ class TritonKernels:
     def head_dtype(self, dtype: WeightDtype) -> WeightDtype:
         """See `Kernels.head_dtype`."""
         return dtype
+
+    def _wide_for(self, batch: DeviceBatch, v_cache: Tensor) -> WidenedKv | None:
+        """Return where the cache of prompts is widened to; None where it is read as it is."""
+        if v_cache.dtype != FLOAT8 or not is_hopper(batch.shape):
+            return None
+        if self._wide is not None:
+            return self._wide
+        # As in tests and small jobs, whose lengths are read back for tiles as well.
+        units = units_of(batch.kv_lens[batch.num_decodes :].cpu().numpy())
+        _, num_kv_heads, _, head_dim = v_cache.shape
+        return WidenedKv.allocate(units, num_kv_heads, head_dim, self.dtype, self.device)
 
     def _scratch_for(
         self, rows: int, num_heads: int, head_dim: int, max_kv_len: int

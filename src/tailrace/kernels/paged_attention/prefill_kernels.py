@@ -1,7 +1,8 @@
 """Which kernel computes prompts' attention: a shape is one kernel's, and is called by it here.
 
     Triton's    `triton_prefill`: whatever is served
-    Hopper's    `triton_hopper_prefill`: what `why_not_hopper` does not name
+    Hopper's    `triton_hopper_prefill`: what `why_not_hopper` does not name; a float8 cache by
+                way of `triton_widened_kv`
 
 Both read the same tables of tiles, (sequence, first row), cut for the shape's `block_m` rows of one
 head. So who plans, captures or cuts knows shapes alone. They add in another order, so a prompt's
@@ -18,8 +19,10 @@ import triton
 from tailrace.errors import EngineError
 from tailrace.kernels.attention_shapes import BOUNDS, key_words
 from tailrace.kernels.kv_scales import UNSCALED, KVScales
+from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.paged_attention import triton_prefill
 from tailrace.kernels.paged_attention.triton_prefill import Shape
+from tailrace.kernels.paged_attention.triton_widened_kv import WidenedKv, widen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,9 +40,11 @@ _HALVES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128)
 """Of Hopper's kernel."""
 FASTER_HEAD_DIMS = (128,)
-"""Those where it was timed beside Triton's, and was faster in every class of lengths."""
+"""Those where it was timed beside Triton's, and was faster in every class of lengths; over KV in
+activations' dtype, for what widening a float8 cache costs on a GPU is not known."""
 _ATOM = 8
-"""Tokens of the least unit of Hopper's kernel; larger ones are powers of two."""
+"""Tokens of the least unit of Hopper's kernel; larger ones are powers of two. A float8 cache
+may have others: what is widened of it lies in units of its own."""
 
 
 def why_not_hopper(
@@ -67,9 +72,9 @@ def why_not_hopper(
         return f"the model has {head_dim} dimensions a head, and the kernel serves 64 and 128"
     if dtype not in _HALVES:
         return f"activations are {_name(dtype)}, and the kernel serves bfloat16 and float16"
-    if kv_dtype != dtype:
-        return f"KV is kept in {_name(kv_dtype)}, and the kernel reads it in {_name(dtype)} alone"
-    if unit < _ATOM or unit & (unit - 1):
+    if kv_dtype not in (dtype, FLOAT8):
+        return f"KV is kept in {_name(kv_dtype)}, and the kernel reads {_name(dtype)} and float8"
+    if kv_dtype == dtype and (unit < _ATOM or unit & (unit - 1)):
         return f"units of KV hold {unit} tokens, and the kernel reads powers of two from 8 on"
     return None
 
@@ -111,13 +116,15 @@ def name_of(shape: PrefillShape) -> str:
     return f"Hopper {shape.words}" if is_hopper(shape) else shape.words
 
 
-def describe(shape_of: Callable[[int], PrefillShape], longest: int) -> str:
+def describe(shape_of: Callable[[int], PrefillShape], longest: int, *, wide_tokens: int = 0) -> str:
     """Say what serves each class of lengths, and steps that are captured.
 
     Args:
         shape_of: The shape of a step whose longest sequence has so many keys.
         longest: Tokens of the longest sequence that there can be: captured steps are cut for it.
+        wide_tokens: Keys of a step's prompts that there is room to widen; 0: nothing is widened.
     """
+    beyond = f"; more than {wide_tokens} keys of a step's prompts: Triton's" if wide_tokens else ""
     lasts = [(bound, min(bound - 1, longest)) for bound in BOUNDS]
     lows = (0, *BOUNDS)
     served = [
@@ -127,8 +134,9 @@ def describe(shape_of: Callable[[int], PrefillShape], longest: int) -> str:
     ]
     captured = _told(shape_of(longest))
     if {name for _, name in served} == {captured}:
-        return captured
-    return "; ".join(f"{words}: {name}" for words, name in (*served, ("captured steps", captured)))
+        return captured + beyond
+    told = "; ".join(f"{words}: {name}" for words, name in (*served, ("captured steps", captured)))
+    return told + beyond
 
 
 def _told(shape: PrefillShape) -> str:
@@ -149,6 +157,8 @@ def prefill(
     shape: PrefillShape,
     kv_scales: KVScales = UNSCALED,
     unit: int | None = None,
+    wide: WidenedKv | None = None,
+    first_prompt: int = 0,
 ) -> None:
     """Write causal attention of the rows in `tiles`, by the kernel that the shape is one of.
 
@@ -163,11 +173,14 @@ def prefill(
         block_tables: As there.
         scale: As there.
         shape: Of either kernel.
-        kv_scales: Of a float8 cache, which Hopper's kernel does not read.
+        kv_scales: Of a float8 cache.
         unit: As there.
+        wide: Where Hopper's kernel finds what a float8 cache holds; it has room for the keys of all
+            sequences from `first_prompt` on.
+        first_prompt: The first sequence that tiles are cut of.
 
     Raises:
-        EngineError: Hopper's kernel does not serve these tensors, or KV scales.
+        EngineError: Hopper's kernel does not serve these tensors, or there is no place to widen to.
     """
     if isinstance(shape, Shape):
         triton_prefill.prefill(
@@ -185,10 +198,21 @@ def prefill(
             unit=unit,
         )
         return
-    if kv_scales != UNSCALED:
-        raise EngineError("Hopper's prefill kernel: it takes no KV scales")
     from tailrace.kernels.paged_attention import triton_hopper_prefill  # noqa: PLC0415 - see _GLUON
 
+    v_scale = None
+    if v_cache.dtype == FLOAT8:
+        if wide is None:
+            raise EngineError(
+                "Hopper's prefill kernel: a float8 cache, and no place to widen it to"
+            )
+        block_tables = widen(
+            k_cache, v_cache, wide, kv_lens=kv_lens, block_tables=block_tables, first=first_prompt
+        )
+        k_cache, v_cache = wide.caches
+        scale, v_scale = scale * kv_scales.k, kv_scales.v
+    elif kv_scales != UNSCALED:
+        raise EngineError("Hopper's prefill kernel: KV scales, and the cache is not float8")
     triton_hopper_prefill.hopper_prefill(
         q_THD,
         k_cache,
@@ -201,6 +225,7 @@ def prefill(
         scale=scale,
         shape=shape,
         unit=unit,
+        v_scale=v_scale,
     )
 
 

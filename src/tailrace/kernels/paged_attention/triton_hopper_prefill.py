@@ -274,7 +274,7 @@ def _consume(
     head,
     position,
     kv_len,
-    scale_log2,
+    scales,
     side: gl.constexpr,
     NUM_HEADS: gl.constexpr,
     UNIT: gl.constexpr,
@@ -285,7 +285,7 @@ def _consume(
     _, _, _, _, tiles, _ = common
     if tiles > 0:
         _attend(
-            common, out_ptr, row, rows_left, head, position, kv_len, scale_log2, side, NUM_HEADS,
+            common, out_ptr, row, rows_left, head, position, kv_len, scales, side, NUM_HEADS,
             UNIT, BLOCK_N, TURNS,
         )  # fmt: skip
 
@@ -299,7 +299,7 @@ def _attend(
     head,
     position,
     kv_len,
-    scale_log2,
+    scales,
     side: gl.constexpr,
     NUM_HEADS: gl.constexpr,
     UNIT: gl.constexpr,
@@ -309,6 +309,7 @@ def _attend(
     """Compute 64 rows of one head, and write them."""
     q_smem, k_pieces, v_pieces, bars, tiles, full = common
     q_bar, k_full, k_free, v_full, v_free, _ = bars
+    scale_log2 = scales[0]
     STAGES: gl.constexpr = k_full.shape[0]
     HEAD_DIM: gl.constexpr = q_smem.shape[2]
     dtype: gl.constexpr = q_smem.dtype
@@ -352,6 +353,8 @@ def _attend(
     acc = warpgroup_mma(weights, v_ring.index(v_slot), acc, is_async=True)
     acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
     acc = acc / gl.convert_layout(total, gl.SliceLayout(1, out_sums))[:, None]
+    if len(scales) > 1:
+        acc = acc * scales[1]
     order: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
     values = gl.convert_layout(acc.to(dtype), order)
     rows = side * SIDE + gl.arange(0, SIDE, layout=gl.SliceLayout(1, order))
@@ -372,6 +375,7 @@ def hopper_prefill_kernel(
     tables,
     table_stride,
     scale_log2,
+    v_scale,
     NUM_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     UNIT: gl.constexpr,
@@ -381,6 +385,7 @@ def hopper_prefill_kernel(
     VALUE_STAGES: gl.constexpr,
     TURNS: gl.constexpr,
     REGISTERS: gl.constexpr,
+    IS_SCALED: gl.constexpr,
 ):
     head = gl.program_id(0)
     tile = gl.program_id(1)
@@ -423,19 +428,21 @@ def hopper_prefill_kernel(
     place = (table, head // GROUP, kv_len)
     row = row_start + first
     rows_left = num_rows - first
+    # A tuple, so that without a scale of values nothing of it is handed to a side.
+    scales = (scale_log2, v_scale) if IS_SCALED else (scale_log2,)
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
-                    common, out_ptr, row, rows_left, head, position, kv_len, scale_log2, 0,
+                    common, out_ptr, row, rows_left, head, position, kv_len, scales, 0,
                     NUM_HEADS, UNIT, BLOCK_N, TURNS,
                 ),
             ),
             (
                 _consume,
                 (
-                    common, out_ptr, row, rows_left, head, position, kv_len, scale_log2, 1,
+                    common, out_ptr, row, rows_left, head, position, kv_len, scales, 1,
                     NUM_HEADS, UNIT, BLOCK_N, TURNS,
                 ),
             ),
@@ -561,6 +568,7 @@ def hopper_prefill(
     scale: float,
     shape: HopperShape | None = None,
     unit: int | None = None,
+    v_scale: float | None = None,
 ) -> None:
     """Write causal attention of the rows in `tiles` into `out_THD`, on a Hopper GPU.
 
@@ -578,6 +586,8 @@ def hopper_prefill(
         unit: Tokens of a unit, where the cache's shape does not say it: at least a tile's, a power
             of two. Boxes then end with the cache's `block_size`, and units may overlap, as many as
             `num_blocks` says; the memory of all of them must be there, for a box is read whole.
+        v_scale: What the finished sums are multiplied by, where values were widened from float8;
+            that of the keys is a part of `scale`.
 
     Raises:
         EngineError: The kernel does not serve these tensors.
@@ -603,6 +613,7 @@ def hopper_prefill(
         block_tables,
         block_tables.stride(0),
         scale * LOG2_E,
+        1.0 if v_scale is None else v_scale,
         NUM_HEADS=num_heads,
         GROUP=num_heads // num_kv_heads,
         UNIT=unit,
@@ -612,6 +623,7 @@ def hopper_prefill(
         VALUE_STAGES=shape.value_stages,
         TURNS=shape.turns,
         REGISTERS=shape.registers,
+        IS_SCALED=v_scale is not None,
         num_warps=4,
         maxnreg=REGISTERS,
     )  # fmt: skip
