@@ -394,6 +394,27 @@ def test_hoppers_candidates_are_called_with_what_the_reference_is_of(hopper):
     assert names_of(call.shape for call in hopper.calls) == HOPPERS
 
 
+def test_over_float8_hoppers_candidates_widen_what_they_read(hopper):
+    (asked,) = prompts_asked(kernels_by("auto"), longest=300, kv_dtype=FLOAT8)
+    assert asked.operation == "prefill attention over float8"
+    assert list(asked.candidates) == [*TRITONS, *HOPPERS]
+    assert asked.default == TRITONS[0]
+    truth = asked.reference()
+    for name in HOPPERS:
+        assert_close(name, asked.candidates[name](), truth, rtol=1e-4, atol=1e-4)
+    assert [call.v_scale for call in hopper.calls] == [1.0] * len(HOPPERS)
+
+
+def test_over_float8_the_default_is_tritons_whatever_serves_the_other_cache(hopper):
+    """Of heads of 128 Hopper's serves a cache in half precision by default."""
+    kernels = kernels_by("auto", head_dim=128)
+    wide = Heads(2, 1, 128)
+    found = questions(kernels, wide, longest=40, kv_dtypes=(torch.float32, FLOAT8), unit=8)
+    defaults = {q.operation: q.default for q in found if q.operation.startswith(PREFILL)}
+    assert defaults[PREFILL] == name_of(hopper_shapes(128)[0])
+    assert defaults[over(PREFILL, FLOAT8)] == prefill_candidates(128, (9, 0))[0].words
+
+
 def timed(sizes, seconds, refused=()):
     """Return a choice as a measurement makes it."""
     return choose(PREFILL, sizes, TRITONS[0], dict(seconds), dict.fromkeys(refused, "wrong"))
