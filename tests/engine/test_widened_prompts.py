@@ -13,14 +13,20 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from tailrace.engine import cuda_setup
+from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.cuda_runner import CudaRunner
 from tailrace.engine.kv_calibration import FoundScales
 from tailrace.engine.phase_overlap import prompts_of
+from tailrace.engine.scheduler import Scheduler
+from tailrace.engine.sequence import Sequence
+from tailrace.engine.step_graphs import StepGraphs
+from tailrace.kernels.attention_shapes import prefill_shape
 from tailrace.kernels.kv_scales import KVScales
 from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.paged_attention import (
     prefill_kernels,
     triton_hopper_prefill,
+    triton_prefill,
     triton_widened_kv,
 )
 from tailrace.kernels.paged_attention.device_batch import plan
@@ -153,6 +159,42 @@ def test_steps_that_do_not_fit_the_scratch_go_by_tritons_kernel_and_in_no_frame(
         assert any(frame and frame.tokens for frame in runner.frames)
 
 
+def test_what_serves_prompts_without_room_is_compiled_at_start(folder, hopper, monkeypatch):
+    runner = runner_by(folder, "hopper")
+    served = []
+    prefill = triton_prefill.prefill
+
+    def spy(*tensors, **known):
+        served.append(known["shape"])
+        prefill(*tensors, **known)
+
+    monkeypatch.setattr(triton_prefill, "prefill", spy)
+    monkeypatch.setattr(StepGraphs, "capture", lambda *_: None)
+    runner.capture()
+    assert served == [prefill_shape(64, SIZES["CONTEXT"], (9, 0))]
+    assert not hopper.calls
+    runner_by(folder, "triton").capture()
+    assert len(served) == 1
+
+
+@pytest.mark.parametrize("by_hopper", [True, False])
+def test_frames_by_tritons_kernel_need_no_room(folder, hopper, monkeypatch, by_hopper):
+    """As a plan may choose for the longest sequences alone, for which captured steps are cut."""
+    monkeypatch.setattr(triton_widened_kv, "USUAL_TOKENS", UNIT_TOKENS)
+    monkeypatch.setattr(runners, "CONTEXT", 128)
+    runner = runner_by(folder, "hopper", Framed)
+    assert runner._kernels.wide_tokens == UNIT_TOKENS
+    if not by_hopper:
+        runner.step_graphs.shape = prefill_shape(64, 128, (9, 0))
+    blocks = BlockManager(SIZES["BLOCKS"], SIZES["BLOCK"], prefix_cache=False)
+    scheduler = Scheduler(blocks, max_batch_size=4, token_budget=SIZES["BUDGET"])
+    for request in requests()[::2]:  # 3 tokens and 29: two units
+        scheduler.add(Sequence.from_request(request, 128))
+    prepared = runner.prepare(scheduler.schedule(), blocks)
+    assert prepared.is_captured != by_hopper
+    assert not is_hopper(prepared.shape)
+
+
 def test_a_steps_prompts_alone_are_widened_as_beside_its_decodes(hopper):
     """As `--phase-overlap` has them go: with tables and lengths of their own."""
     lens = [40, 9, 130, 257]
@@ -163,7 +205,7 @@ def test_a_steps_prompts_alone_are_widened_as_beside_its_decodes(hopper):
     k, v = float8_caches(paged, SCALES[0])
     kernels = TritonKernels(CPU, "float32")
     kernels.serve_prompts_by("hopper", head_dim=64, kv_dtype=FLOAT8, unit=8)
-    kernels.reserve(rows=4, num_heads=2, num_kv_heads=1, head_dim=64, max_kv_len=300)
+    kernels.reserve(rows=4, sequences=6, num_heads=2, num_kv_heads=1, head_dim=64, max_kv_len=300)
     whole, alone = (
         kernels.paged_attention(rows, k, v, part, paged.scale, kv_scales=SCALES[0])
         for rows, part in ((q, batch), (q[2:], prompts_of(batch)))
@@ -177,6 +219,7 @@ def test_a_start_counts_the_scratch_in_its_memory_and_says_what_it_holds(
 ):
     # The interpreter would calibrate for half a minute.
     monkeypatch.setattr(cuda_setup, "find_scales", lambda *_: FoundScales(SCALES, "given"))
+    units = 2 + 16 + 1  # slots, a frame's prompts and its padding: of 64 tokens each
     plans = []
     planned = cuda_setup.plan_memory
 
@@ -188,10 +231,9 @@ def test_a_start_counts_the_scratch_in_its_memory_and_says_what_it_holds(
     for asked in ("triton", "auto", "hopper"):
         runner, told = start(folder, monkeypatch, asked, kv_cache_dtype="fp8")
         assert is_hopper(runner.step_graphs.shape) == (asked == "hopper")
-        beyond = f"; more than {2 * UNIT_TOKENS} keys of a step's prompts: Triton's"
+        beyond = f"; more than {units * UNIT_TOKENS} keys of a step's prompts: Triton's"
         assert told.endswith(beyond) == (asked == "hopper")
     assert told == name_of(USUAL[64]) + beyond
-    # Two sequences of 64 tokens, a unit each, of one head of 64 dimensions.
-    scratch = WidenedKv.bytes_of(2, 1, 64, torch.float16)
-    assert scratch == 2 * 2 * 128 * 64 * 2
+    scratch = WidenedKv.bytes_of(units, 1, 64, torch.float16)  # one head of 64 dimensions
+    assert scratch == units * 2 * 128 * 64 * 2
     assert plans[0].overhead == plans[1].overhead == plans[2].overhead - scratch

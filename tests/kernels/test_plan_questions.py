@@ -466,6 +466,23 @@ def test_a_plan_with_hoppers_winner_is_refused_where_it_cannot_serve(interpreter
         served_by("auto", won)
 
 
+def test_over_float8_a_plans_winners_decide_what_room_there_must_be(hopper):
+    kernels = kernels_by("auto")
+    kernels.serve_prompts_by("auto", head_dim=64, kv_dtype=FLOAT8, unit=8)
+    operation = over(PREFILL, FLOAT8)
+    won = [
+        choose(operation, key_words(1024), TRITONS[0], {TRITONS[0]: 1.0, TRITONS[1]: 0.5}, {}),
+        choose(operation, "longer", TRITONS[0], {TRITONS[0]: 1.0, HOPPERS[1]: 0.5}, {}),
+    ]
+    apply(Plan(KEY, tuple(won)), kernels, 64, FILE, kv_dtype=FLOAT8, unit=8)
+    served = [kernels.prefill_shape(64, longest) for longest in (1000, 2000, 5000)]
+    assert names_of(served) == [TRITONS[1], TRITONS[0], HOPPERS[1]]
+    without = [kernels.prefill_shape(64, longest, has_room=False) for longest in (1000, 5000)]
+    assert names_of(without) == [TRITONS[1], TRITONS[0]]
+    assert kernels.wide_units(64, sequences=2, longest=3000) == 0
+    assert kernels.wide_units(64, sequences=2, longest=5000) == 80
+
+
 def test_a_question_of_fewer_candidates_is_no_answer_to_one_of_more():
     known = Plan(KEY, (timed("longer", {"a": 1.0, TRITONS[0]: 1.0}, refused=["b"]),))
     assert known.answers(PREFILL, "longer", ["a", "b"])

@@ -40,6 +40,7 @@ from tailrace.engine.step_graphs import StepGraphs
 from tailrace.errors import DeviceMemoryError, EngineError
 from tailrace.kernels.dependent_launch import has_dependent_launches
 from tailrace.kernels.linear.float8 import FLOAT8
+from tailrace.kernels.paged_attention.prefill_kernels import is_hopper
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -121,22 +122,24 @@ class CudaRunner:
         self.block_size = block_size
         kv_caches = allocate_kv(model, num_blocks, block_size, kv_dtype, self.device)
         config = model.config
+        self._prefill_shape = partial(kernels.prefill_shape, config.head_dim)
+        self._kernels = kernels
+        shape = self._prefill_shape(context_length)
+        self.sizes = FrameSizes(num_slots, token_budget, shape.block_m, paced=paced)
+        sequences = most_sequences(num_slots, self.sizes.mixed)
         kernels.reserve(
             rows=num_slots,
+            sequences=sequences,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             max_kv_len=context_length,
         )
-        self._prefill_shape = partial(kernels.prefill_shape, config.head_dim)
-        self._has_room = kernels.has_room
-        shape = self._prefill_shape(context_length)
-        self.sizes = FrameSizes(num_slots, token_budget, shape.block_m, paced=paced)
         tables = SlotTables(
             num_slots,
             -(-context_length // block_size),
             block_size,
-            max_sequences=most_sequences(num_slots, self.sizes.mixed),
+            max_sequences=sequences,
             device=self.device,
         )
         # Eleven arrays of a row or sequence each at most, padded, and what tables grew by.
@@ -201,6 +204,11 @@ class CudaRunner:
     def capture(self, detail: Detail = "all") -> None:
         """Capture the graphs of the steps that have frames (`StepGraphs.capture`)."""
         self.step_graphs.capture(detail)
+        if self._kernels.wide_tokens:
+            # What serves prompts that there is no room to widen is not to be compiled while they
+            # wait.
+            longest = self.forward_pass.tables.max_tokens
+            self.step_graphs.warm(self._prefill_shape(longest, has_room=False))
 
     # The engine's thread
 
@@ -240,7 +248,7 @@ class CudaRunner:
         captured = None if scored else self._captured_frame(chunks, step.num_tokens, decodes)
         shape = self.step_graphs.shape
         if captured is None:
-            shape = self._prefill_shape(longest, has_room=self._fits(chunks[decodes:]))
+            shape = self._prefill_shape(longest, has_room=self._has_room(chunks[decodes:]))
         tiles = cut_prompts(chunks, decodes, captured, shape)
         frame = captured or Frame(
             decodes, step.num_tokens - decodes, len(chunks) - decodes, len(tiles)
@@ -271,15 +279,18 @@ class CudaRunner:
         self, chunks: Sequence[Chunk], num_tokens: int, decodes: int
     ) -> Frame | None:
         """Return the smallest captured frame that the step fits, without much padding."""
-        if not (self.step_graphs.graphs and self._fits(chunks[decodes:])):
+        is_widened = is_hopper(self.step_graphs.shape)
+        if not self.step_graphs.graphs or (is_widened and not self._has_room(chunks[decodes:])):
             return None
         return self.sizes.fitting(
             decodes=decodes, tokens=num_tokens - decodes, prompts=len(chunks) - decodes
         )
 
-    def _fits(self, prompts: Sequence[Chunk]) -> bool:
-        """Tell whether there is room to widen the prompts' keys, where that is done."""
-        return self._has_room(np.array([chunk.end for chunk in prompts], np.int32))
+    def _has_room(self, prompts: Sequence[Chunk]) -> bool:
+        """Tell whether there is room to widen the prompts' keys, if that is done at all."""
+        if not self._kernels.wide_tokens:
+            return True
+        return self._kernels.has_room(np.array([chunk.end for chunk in prompts], np.int32))
 
     # The runner's thread
 

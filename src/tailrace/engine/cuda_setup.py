@@ -26,7 +26,7 @@ from tailrace.engine.phase_overlap import overlap_of, why_off
 from tailrace.engine.prefill_weights import choose
 from tailrace.engine.prefill_weights import make as make_copy
 from tailrace.engine.setup import describe_kv
-from tailrace.engine.slot_tables import table_bytes
+from tailrace.engine.slot_tables import most_sequences, table_bytes
 from tailrace.engine.start_times import StartTimes
 from tailrace.errors import ConfigError
 from tailrace.kernels.attention_shapes import FLOAT8_CAPABILITY, decode_shape
@@ -516,7 +516,8 @@ def later_bytes(
     rows = sum(frame.decodes + frame.prompts for frame in frames)
     splits = -(-context // decode_shape(shape.head_dim, kernels.capability).split)
     scratch = slots * shape.num_heads * splits * (shape.head_dim + 1) * 4
-    units = kernels.wide_units(shape.head_dim, sequences=slots, longest=context)
+    most = most_sequences(slots, mixed)
+    units = kernels.wide_units(shape.head_dim, sequences=most, longest=context)
     scratch += WidenedKv.bytes_of(units, shape.num_kv_heads, shape.head_dim, kernels.dtype)
     return rows * shape.vocab_size * kernels.dtype.itemsize + scratch + tables
 

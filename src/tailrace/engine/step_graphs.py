@@ -97,6 +97,11 @@ class StepGraphs:
         frames = [Frame(size) for size in reversed(self._sizes.buckets)]
         return self._captured(frames, 1 if dependent else None)
 
+    @torch.inference_mode()
+    def warm(self, shape: PrefillShape) -> None:
+        """Run a prompt's token by another shape of attention than captured steps have."""
+        self._warmed(Frame(0, tokens=1, prompts=1, tiles=1), shape, dependent=False)
+
     def serve_by(self, steps: CapturedSteps) -> CapturedSteps:
         """Let these serve instead of those of the same frames; return all that served before."""
         before = CapturedSteps(dict(self.graphs), dict(self.outputs))
@@ -109,7 +114,7 @@ class StepGraphs:
         runs = []
         for frame in frames:
             is_many = dependent_from is not None and frame.decodes >= dependent_from
-            runs.append(self._warmed(frame, dependent=is_many and not frame.tokens))
+            runs.append(self._warmed(frame, self.shape, dependent=is_many and not frame.tokens))
         steps = CapturedSteps({}, {})
         stream, pool = torch.cuda.Stream(self._pass.device), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
         with quietly():
@@ -118,7 +123,7 @@ class StepGraphs:
         return steps
 
     def _warmed(
-        self, frame: Frame, *, dependent: bool
+        self, frame: Frame, shape: PrefillShape, *, dependent: bool
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
         """Run a frame with one layer of each kind, and return what runs all of them.
 
@@ -133,7 +138,7 @@ class StepGraphs:
             num_decodes=frame.decodes,
             max_query_len=max(frame.tokens, 1),
             max_kv_len=places.tables.max_tokens,
-            shape=self.shape,
+            shape=shape,
         )
         model, layers = places.model.shallow()
         scales = None if places.kv_scales is None else [places.kv_scales[index] for index in layers]

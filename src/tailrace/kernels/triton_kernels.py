@@ -161,18 +161,19 @@ class TritonKernels:
         Args:
             head_dim: Of the model.
             max_kv_len: Keys of the step's longest sequence.
-            has_room: Whether the keys of the step's prompts could be widened (`has_room`); else
-                the shape is the table's, of the kernel that reads float8.
+            has_room: Whether the keys of the step's prompts could be widened (`has_room`): without,
+                the table's shape takes the place of one of Hopper's kernel.
 
         Raises:
             ConfigError: No kernel serves the head dimension or the GPU.
         """
-        if not has_room:
+        planned = (shape for bound, shape in self.prefill_rows if max_kv_len < bound)
+        shape = next(planned, None) or self.usual_prefill_shape(
+            head_dim, max_kv_len, over_float8=self._kv_is_float8
+        )
+        if is_hopper(shape) and not has_room:
             return prefill_shape(head_dim, max_kv_len, self.capability)
-        for bound, shape in self.prefill_rows:
-            if max_kv_len < bound:
-                return shape
-        return self.usual_prefill_shape(head_dim, max_kv_len, over_float8=self._kv_is_float8)
+        return shape
 
     def usual_prefill_shape(
         self, head_dim: int, max_kv_len: int, *, over_float8: bool
@@ -206,7 +207,7 @@ class TritonKernels:
         return 0 if self._wide is None else self._wide.units * UNIT_TOKENS
 
     def has_room(self, prompt_kv_lens: np.ndarray) -> bool:
-        """Tell whether prompts with so many keys can go by any shape that serves."""
+        """Tell whether prompts with so many keys can go by Hopper's kernel, if it serves."""
         return self._wide is None or units_of(prompt_kv_lens) <= self._wide.units
 
     def decode_shape(self, head_dim: int) -> DecodeShape:
@@ -218,17 +219,35 @@ class TritonKernels:
         return self.decode_row or decode_shape(head_dim, self.capability)
 
     def reserve(
-        self, *, rows: int, num_heads: int, num_kv_heads: int, head_dim: int, max_kv_len: int
+        self,
+        *,
+        rows: int,
+        sequences: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_kv_len: int,
     ) -> None:
-        """Make attention's scratch, once, for the largest step there will be."""
+        """Make attention's scratch, once, for the largest step there will be.
+
+        Args:
+            rows: Decodes, at most.
+            sequences: Decodes and prompts, at most, padding included.
+            num_heads: Of queries.
+            num_kv_heads: Of keys and values.
+            head_dim: Of the model.
+            max_kv_len: Keys of a sequence, at most.
+        """
         split = decode_shape(head_dim, self.capability).split
         self._scratch = DecodeScratch.allocate(
             rows, num_heads, head_dim, max_kv_len, split, str(self.device)
         )
-        units = self.wide_units(head_dim, sequences=rows, longest=max_kv_len)
+        units = self.wide_units(head_dim, sequences=sequences, longest=max_kv_len)
         self._wide = None
         if units:
-            self._wide = WidenedKv.allocate(units, num_kv_heads, head_dim, self.dtype, self.device)
+            self._wide = WidenedKv.allocate(
+                units, num_kv_heads, head_dim, self.dtype, self.device, sequences=sequences
+            )
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`; x is float32, the result in the activations' dtype."""

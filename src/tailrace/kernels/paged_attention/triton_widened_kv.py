@@ -67,14 +67,24 @@ class WidenedKv:
     keys: Tensor
     """[units, 128, Hkv, D], of the activations' dtype."""
     values: Tensor
+    sequences: int = 1
+    """Up to so many in a step are served by one compiled kernel; more by another."""
 
     @classmethod
     def allocate(
-        cls, units: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        cls,
+        units: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        sequences: int = 1,
     ) -> WidenedKv:
         """Make room for so many units."""
         shape = (units, UNIT_TOKENS, num_kv_heads, head_dim)
-        return cls(*(torch.empty(shape, dtype=dtype, device=device) for _ in range(2)))
+        keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+        return cls(keys, values, sequences)
 
     @staticmethod
     def bytes_of(units: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -225,7 +235,7 @@ def widen(
         UNIT=unit,
         WIDE_UNIT=UNIT_TOKENS,
         PIECE=PIECE,
-        PADDED=triton.next_power_of_2(count),
+        PADDED=triton.next_power_of_2(max(count, wide.sequences)),
         num_warps=4,
     )
     return tables
