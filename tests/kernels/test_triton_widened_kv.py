@@ -100,7 +100,7 @@ def test_every_key_of_the_prompts_is_widened_exactly_and_no_other(on_triton, uni
 
 
 def test_programs_go_round_over_more_pieces_than_there_are_of_them(on_triton, monkeypatch):
-    monkeypatch.setattr(triton_widened_kv, "MOST_PROGRAMS", 3)
+    monkeypatch.setattr(triton_widened_kv, "MOST_PROGRAMS", 9)
     lens = [9, 300, 65]
     wide, tables, (caches, pool) = widened(on_triton, lens, 0, head_dim=128, heads=3)
     check(wide, tables, (tuple(caches), pool), lens, 0, 8)

@@ -38,7 +38,8 @@ USUAL_TOKENS = 65_536
 PIECE = 32
 """Tokens of one head that a program widens at a time; it divides `UNIT_TOKENS`."""
 MOST_PROGRAMS = 1024
-"""Of a head: they go round, so this bounds no step."""
+"""Of a launch, about as many as an H200 runs at once: they go round, so no step is bound by it, and
+those of a small one that find nothing to do cost no second wave."""
 
 
 def units_of(kv_lens: np.ndarray) -> int:
@@ -208,7 +209,8 @@ def widen(
     count = sequences - first
     if not count:
         return tables
-    programs = min(wide.units * (UNIT_TOKENS // PIECE), MOST_PROGRAMS)
+    pieces = wide.units * (UNIT_TOKENS // PIECE)
+    programs = min(pieces, max(MOST_PROGRAMS // num_kv_heads, 1))
     widen_kernel[(programs, num_kv_heads)](
         k_cache,
         v_cache,
