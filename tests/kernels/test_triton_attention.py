@@ -70,7 +70,9 @@ def test_a_decodes_neighbours_change_no_bit(on_triton):
     together = case.attend(on_triton, chunks)
     backwards = case.attend(on_triton, chunks[::-1])[::-1]
     with_prefill = case.attend(on_triton, [*chunks, (2, 9, 40)])
-    on_triton.kernels.reserve(rows=6, num_heads=7, head_dim=64, max_kv_len=1500)
+    on_triton.kernels.reserve(
+        rows=6, sequences=6, num_heads=7, num_kv_heads=1, head_dim=64, max_kv_len=1500
+    )
     for i, chunk in enumerate(chunks):
         assert torch.equal(case.attend(on_triton, [chunk])[0], together[i])
         assert torch.equal(backwards[i], together[i])
@@ -140,7 +142,9 @@ def test_nan_in_a_row_stays_in_that_row(on_triton):
 
 def test_more_than_was_reserved_is_an_error(on_triton):
     case = paged(on_triton, [70])
-    on_triton.kernels.reserve(rows=1, num_heads=6, head_dim=64, max_kv_len=40)
+    on_triton.kernels.reserve(
+        rows=1, sequences=1, num_heads=6, num_kv_heads=2, head_dim=64, max_kv_len=40
+    )
     case.attend(on_triton, [(0, 1, 30)])
     two = [(0, 1, 30), (0, 1, 31)]
     with pytest.raises(EngineError, match="2 rows of 31 tokens exceed what was reserved"):
