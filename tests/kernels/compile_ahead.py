@@ -414,6 +414,7 @@ def hopper_float8_cases(kind: int) -> Iterator[Case]:
         constants = {
             "TILE": shape.tile, "SLICES": shape.slices, "BY_BLOCKS": by_blocks, "HAS_BIAS": True,
             "STAGES": shape.stages(rows), "REGISTERS": slice_registers,
+            "IN_PAIRS": shape.meets == "pairs",
         }  # fmt: skip
         if not by_blocks:
             constants["scale_desc"] = None

@@ -15,7 +15,7 @@ and units in float32. By channels sums are scaled at the end, by blocks of 128 x
 A layer is laid over the multiprocessors in one of two ways, by its shape and the GPU alone:
 
     runs        one slice; programs take equal runs of units, tile after tile, and parts of a tile
-                meet in memory, pair by pair (`met`)
+                meet in memory: pair by pair (`met`), or whoever comes last adds them all in order
     slices      a program takes a tile of 64 outputs and all inputs, and deals its units to slices,
                 whose sums meet in shared memory, in the slices' order: no parts, for layers of
                 fewer tiles than there are multiprocessors
@@ -48,10 +48,13 @@ from tailrace.kernels.linear.triton_hopper_ring import (
     OTHER_SHARED_BYTES,
     SHARED_BYTES,
     Cut,
+    arrived_last,
     flat,
+    gathered,
     met,
     multiprocessors,
     put,
+    save,
     sharers,
     store,
     turn,
@@ -276,6 +279,33 @@ def _gathered(accs, meeting, slice_: gl.constexpr, SLICES: gl.constexpr):
 
 
 @gluon.jit
+def _added_up(accs, pointers, sizes, tile, IN_PAIRS: gl.constexpr):
+    """Add up the parts of a tile; return the sums, and whether they are the whole tile's."""
+    bias_ptr, out_ptr, part_ptr, arrivals = pointers
+    BANDS: gl.constexpr = len(accs)
+    ROWS: gl.constexpr = accs[0].shape[1]
+    PART: gl.constexpr = BANDS * accs[0].shape[0] * ROWS
+    TOGETHER: gl.constexpr = 128 // ROWS
+    first, others = sharers(sizes, tile)
+    # Of the tiles with several programs, each begins in another one.
+    parts = part_ptr + (tile + first) * PART
+    mine = gl.program_id(0) - first
+    if IN_PAIRS:
+        accs, is_last = met(accs, parts, arrivals + first, mine, others, PART)
+    else:
+        is_last = others == 0
+        if others > 0:
+            for band in gl.static_range(BANDS):
+                save(accs[band], parts + mine * PART, band, 0, 1)
+            is_last = arrived_last(arrivals + first, others)
+            if is_last:
+                for band in gl.static_range(BANDS):
+                    total = gathered(accs[band], parts, others + 1, PART, band, 0, 1, TOGETHER)
+                    accs = put(accs, band, total)
+    return accs, is_last
+
+
+@gluon.jit
 def _consume(
     common,
     slice_: gl.constexpr,
@@ -283,6 +313,7 @@ def _consume(
     TILE: gl.constexpr,
     BY_BLOCKS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    IN_PAIRS: gl.constexpr,
 ):
     """Multiply a slice's units; the first slice scales and writes the sums."""
     rings, bars, meeting, scale_pointers, pointers, sizes, low, high = common
@@ -295,7 +326,6 @@ def _consume(
     BAND: gl.constexpr = 16 * WARPS
     BANDS: gl.constexpr = TILE // BAND
     ROWS: gl.constexpr = rings[1].shape[1]
-    PART: gl.constexpr = TILE * ROWS
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 32])
     no_value = (gl.zeros([BAND], gl.float32, layout=gl.SliceLayout(1, sums)),) * BANDS
     for tile in range(low // chunks, (high - 1) // chunks + 1):
@@ -316,11 +346,10 @@ def _consume(
             accs = _unit(accs, rings, bars, slot, block_scales, sums)
         accs = _gathered(accs, meeting, slice_, SLICES)
         if slice_ == 0:
-            first, others = sharers(sizes, tile)
-            parts = part_ptr + (tile + first) * PART
-            mine = gl.program_id(0) - first
-            accs, is_last = met(accs, parts, arrivals + first, mine, others, PART)
-            if is_last:
+            is_whole = True
+            if SLICES == 1:
+                accs, is_whole = _added_up(accs, pointers, sizes, tile, IN_PAIRS)
+            if is_whole:
                 _write(accs, scales, x_scale_ptr, pointers, sizes, output, BY_BLOCKS)
 
 
@@ -344,6 +373,7 @@ def float8_hopper_kernel(
     SLICES: gl.constexpr,
     BY_BLOCKS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    IN_PAIRS: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
     DEPENDENT: gl.constexpr,
@@ -361,7 +391,7 @@ def float8_hopper_kernel(
     if SLICES == 1:
         common = (rings, bars, bars, scale_pointers, pointers, sizes, low, high)
         gl.warp_specialize(
-            [(_consume, (common, 0, 1, TILE, BY_BLOCKS, HAS_BIAS)), (_produce, producer)],
+            [(_consume, (common, 0, 1, TILE, BY_BLOCKS, HAS_BIAS, IN_PAIRS)), (_produce, producer)],
             [1],
             [24],
         )
@@ -378,8 +408,8 @@ def float8_hopper_kernel(
         if SLICES == 2:
             gl.warp_specialize(
                 [
-                    (_consume, (common, 0, SLICES, TILE, BY_BLOCKS, HAS_BIAS)),
-                    (_consume, (common, 1, SLICES, TILE, BY_BLOCKS, HAS_BIAS)),
+                    (_consume, (common, 0, SLICES, TILE, BY_BLOCKS, HAS_BIAS, IN_PAIRS)),
+                    (_consume, (common, 1, SLICES, TILE, BY_BLOCKS, HAS_BIAS, IN_PAIRS)),
                     (_produce, producer),
                 ],
                 [4, 1],
@@ -388,10 +418,10 @@ def float8_hopper_kernel(
         else:
             gl.warp_specialize(
                 [
-                    (_consume, (common, 0, SLICES, TILE, BY_BLOCKS, HAS_BIAS)),
-                    (_consume, (common, 1, SLICES, TILE, BY_BLOCKS, HAS_BIAS)),
-                    (_consume, (common, 2, SLICES, TILE, BY_BLOCKS, HAS_BIAS)),
-                    (_consume, (common, 3, SLICES, TILE, BY_BLOCKS, HAS_BIAS)),
+                    (_consume, (common, 0, SLICES, TILE, BY_BLOCKS, HAS_BIAS, IN_PAIRS)),
+                    (_consume, (common, 1, SLICES, TILE, BY_BLOCKS, HAS_BIAS, IN_PAIRS)),
+                    (_consume, (common, 2, SLICES, TILE, BY_BLOCKS, HAS_BIAS, IN_PAIRS)),
+                    (_consume, (common, 3, SLICES, TILE, BY_BLOCKS, HAS_BIAS, IN_PAIRS)),
                     (_produce, producer),
                 ],
                 [4, 4, 4, 1],
@@ -399,12 +429,15 @@ def float8_hopper_kernel(
             )
 
 
+_PAIRS, _LAST = "pairs", "last"
+
+
 @dataclass(frozen=True)
 class HopperFloat8Shape:
     """How the kernel is specialised, and how it is laid over the multiprocessors."""
 
     tile: int
-    """Outputs: 64 of slices, else 128, 256 or 512."""
+    """Outputs: 64, and of runs also 128, 256 or 512."""
     slices: int
     """1, or 2 or 4 that share a tile's inputs within a program."""
     warps: int
@@ -413,6 +446,8 @@ class HopperFloat8Shape:
     """A multiprocessor: 2 of 4 warps, or 1."""
     least_span: int
     """Fewest units a program, of runs; 0: slices take whole tiles."""
+    meets: str = _PAIRS
+    """How parts of runs are added up: "pairs", or "last" for all by whoever comes last."""
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -429,7 +464,8 @@ class HopperFloat8Shape:
         """Its name in a plan."""
         if self.slices > 1:
             return f"FP8 Hopper {self.tile} outputs, {self.slices} slices"
-        return f"FP8 Hopper {self.tile}/{self.warps}/{self.programs}/{self.least_span}"
+        span = f"{self.tile}/{self.warps}/{self.programs}/{self.least_span}"
+        return f"FP8 Hopper {span} {self.meets}"
 
     def fits(self, outputs: int, multiprocessors: int) -> bool:
         """Tell whether each slices' tile has a multiprocessor: others would wait for a turn."""
@@ -465,6 +501,7 @@ _MOST_STAGES = 16
 _LEAST_SCALES = 32
 """Of rows a box: a slot begins at a multiple of 128 bytes, or TMA does not take it."""
 _REGISTERS = {
+    (1, 4, 1): (128, 24),
     (1, 8, 1): (168, 24),
     (1, 4, 2): (128, 24),
     (2, 4, 1): (168, 232),
@@ -476,15 +513,23 @@ _WIDE_ROWS = 64
 
 def _candidates(rows: int) -> tuple[HopperFloat8Shape, ...]:
     """Return the shapes of a tile's rows: kinds whose sums fit into registers, cut in some ways."""
-    kinds = [(128, 8, 1), (256, 8, 1)]
-    if rows <= _WIDE_ROWS:
-        kinds += [(128, 4, 2), (512, 8, 1)]
     runs = [
-        HopperFloat8Shape(tile, 1, warps, programs, least)
-        for tile, warps, programs in kinds
-        for least in ((4, 7, 14) if tile == kinds[0][0] else (4,))
+        HopperFloat8Shape(128, 1, 8, 1, least, meets)
+        for meets, spans in ((_PAIRS, (4, 7, 14)), (_LAST, (4, 7)))
+        for least in spans
     ]
-    slices = (2, 4) if rows <= _WIDE_ROWS else (2,)
+    kinds = [(256, 8, 1), (64, 4, 1)]
+    slices = [2]
+    if rows <= _WIDE_ROWS:
+        runs.append(HopperFloat8Shape(512, 1, 8, 1, 4))
+        kinds.append((128, 4, 2))
+        slices.append(4)
+    runs += [
+        HopperFloat8Shape(tile, 1, warps, programs, 4, meets)
+        for tile, warps, programs in kinds
+        for meets in (_PAIRS, _LAST)
+    ]
+    runs.append(HopperFloat8Shape(64, 1, 4, 1, 14))  # o of a 7B model: two programs a tile
     return (*runs, *(HopperFloat8Shape(64, count, 4, 1, 0) for count in slices))
 
 
@@ -569,6 +614,7 @@ def float8_hopper(
         SLICES=shape.slices,
         BY_BLOCKS=by_blocks,
         HAS_BIAS=bias_O is not None,
+        IN_PAIRS=shape.meets == _PAIRS,
         STAGES=shape.stages(block_m),
         REGISTERS=slice_registers,
         **launch_options(),
