@@ -162,31 +162,31 @@ CHUNKS = [(1, 70), (5, 5), (2, 128), (3, 300), (130, 260), (1, 129)]
 """(rows, keys): a decode, then prompts of a tile and of two, at its end and behind it."""
 
 
-def attended(paged, shape, dtype, *, scales=SCALES):
+def attended(paged, shape, dtype, device="cpu", *, scales=SCALES):
     """Return the attention of `CHUNKS`' prompts over the case's cache in float8."""
     batch = make_batch(CHUNKS, paged.block_size, paged.tables)
     planned = plan(batch, shape)
     q = torch.cat([q[n - rows : n] for q, (rows, n) in zip(paged.queries, CHUNKS, strict=True)])
-    out = torch.full_like(q, NAN, dtype=dtype)
-    k, v = float8_caches(paged, scales)
+    out = torch.full_like(q, NAN, dtype=dtype, device=device)
+    k, v = float8_caches(paged, scales, device)
     units = units_of(np.array([keys for _, keys in CHUNKS[1:]]))
     prefill(
-        q.to(dtype),
+        q.to(device, dtype),
         k,
         v,
         out,
-        tiles=planned.tiles,
-        query_starts=batch.query_starts,
-        kv_lens=batch.kv_lens,
-        block_tables=batch.block_tables,
+        tiles=planned.tiles.to(device),
+        query_starts=batch.query_starts.to(device),
+        kv_lens=batch.kv_lens.to(device),
+        block_tables=batch.block_tables.to(device),
         scale=paged.scale,
         shape=shape,
         kv_scales=scales,
-        wide=poisoned(units, paged.num_kv_heads, paged.head_dim, dtype),
+        wide=poisoned(units, paged.num_kv_heads, paged.head_dim, dtype, device),
         first_prompt=1,
     )
     assert bool(out[0].isnan().all())
-    return out[1:].float()
+    return out[1:].cpu().float()
 
 
 def float8_case(head_dim, dtype, scales=SCALES, heads=(2, 1)):
@@ -225,6 +225,17 @@ def test_hoppers_kernel_over_what_was_widened_equals_the_formula(
     found = attended(case, shape, dtype)
     error = float((found.double() - truth).norm() / truth.norm())
     assert error < (0.004 if dtype == torch.bfloat16 else 0.0005)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "shape", "dtype"), SHAPES, ids=str)
+def test_on_a_hopper_gpu_as_well(head_dim, shape, dtype):
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("Gluon's kernel needs a Hopper GPU")
+    case, truth = float8_case(head_dim, dtype, heads=(14, 2))
+    found = attended(case, shape, dtype, "cuda")
+    error = float((found.double() - truth).norm() / truth.norm())
+    assert error < (0.005 if dtype == torch.bfloat16 else 0.0006)
 
 
 @pytest.mark.parametrize("scales", [SCALES, UNSCALED], ids=["scaled", "unscaled"])

@@ -32,9 +32,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 UNIT_TOKENS = 128
-"""Of the scratch: the widest tile that Hopper's kernel copies, so that a tile is one box."""
+"""Of the scratch: the widest tile of Hopper's kernel, which then copies a tile in few boxes."""
 USUAL_TOKENS = 65_536
 """Of the scratch, where a step can have so many keys and one sequence has no more."""
+LEAST_SEQUENCES = 32
+"""That a kernel is compiled for: a warp's threads have one each."""
 PIECE = 32
 """Tokens of one head that a program widens at a time; it divides `UNIT_TOKENS`."""
 MOST_PROGRAMS = 1024
@@ -68,7 +70,7 @@ class WidenedKv:
     keys: Tensor
     """[units, 128, Hkv, D], of the activations' dtype."""
     values: Tensor
-    sequences: int = 1
+    sequences: int = LEAST_SEQUENCES
     """Up to so many in a step are served by one compiled kernel; more by another."""
 
     @classmethod
@@ -80,7 +82,7 @@ class WidenedKv:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        sequences: int = 1,
+        sequences: int = LEAST_SEQUENCES,
     ) -> WidenedKv:
         """Make room for so many units."""
         shape = (units, UNIT_TOKENS, num_kv_heads, head_dim)
