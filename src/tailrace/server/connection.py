@@ -18,7 +18,6 @@ close with bytes unread is a reset, and many clients would see that in place of 
 
 from __future__ import annotations
 
-import asyncio
 import select
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +103,12 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         """Start the first head's deadline."""
         super().connection_made(transport)
+        self._extensions: dict[str, dict[object, object]] = {
+            DROP_EXTENSION: {"call": transport.abort},
+            FREE_EXTENSION: {"call": self._is_free},
+            DRAINED_EXTENSION: {"call": self._when_drained},
+            LEFT_EXTENSION: {"call": self._when_left},
+        }
         self._start_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -192,13 +197,8 @@ class Connection(HttpToolsProtocol):
         if self._is_replaying:
             return
         self._end_head()
-        self.scope["extensions"] = {
-            DROP_EXTENSION: {"call": self.transport.abort},
-            FREE_EXTENSION: {"call": self._is_free},
-            ARRIVAL_EXTENSION: {"at_s": self._first_byte_s},
-            DRAINED_EXTENSION: {"call": self._when_drained},
-            LEFT_EXTENSION: {"call": self._when_left},
-        }
+        arrival: dict[object, object] = {"at_s": self._first_byte_s}
+        self.scope["extensions"] = self._extensions | {ARRIVAL_EXTENSION: arrival}
         super().on_headers_complete()
         self._read_ahead()
 
@@ -216,8 +216,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
             return
         self.transport.write_eof()
-        loop = asyncio.get_running_loop()
-        self._linger_timer = loop.call_later(LINGER_S, self.transport.close)
+        self._linger_timer = self.loop.call_later(LINGER_S, self.transport.close)
         self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
@@ -228,15 +227,16 @@ class Connection(HttpToolsProtocol):
 
     def _read_ahead(self) -> None:
         """Go on reading while requests wait behind the running one, so that an end is seen."""
+        if not self.pipeline:
+            return
         waiting_bytes = sum(len(cycle.body) for cycle, _ in self.pipeline)
-        if 0 < len(self.pipeline) <= MAX_READ_AHEAD and waiting_bytes <= MAX_READ_AHEAD_BYTES:
+        if len(self.pipeline) <= MAX_READ_AHEAD and waiting_bytes <= MAX_READ_AHEAD_BYTES:
             self.flow.resume_reading()
-        elif self.pipeline and self._look_timer is None:
+        elif self._look_timer is None:
             self._look_later()
 
     def _look_later(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._look_timer = loop.call_later(LOOK_S, self._look_for_end)
+        self._look_timer = self.loop.call_later(LOOK_S, self._look_for_end)
 
     def _look_for_end(self) -> None:
         """Close a connection that is not read where the client has ended it.
@@ -300,8 +300,7 @@ class Connection(HttpToolsProtocol):
         self._parsed_head_bytes = 0
         self._idle_bytes = 0
         if self._head_timer is None:
-            loop = asyncio.get_running_loop()
-            self._head_timer = loop.call_later(self.header_timeout_s, self._close_stalled)
+            self._head_timer = self.loop.call_later(self.header_timeout_s, self._close_stalled)
 
     def _end_head(self) -> None:
         self._in_head = False
@@ -321,7 +320,7 @@ class Connection(HttpToolsProtocol):
         if not left_bytes:
             return
         pause = self._resumptions if self.flow.write_paused else None
-        self._delivery_timer = asyncio.get_running_loop().call_later(
+        self._delivery_timer = self.loop.call_later(
             self.delivery_timeout_s, self._check_delivery, left_bytes, pause
         )
 
@@ -380,6 +379,8 @@ class Connection(HttpToolsProtocol):
 
 class _GentleTransport:
     """A connection's transport as a request's answer uses it."""
+
+    __slots__ = ("_connection", "_cycle", "is_closing", "write")
 
     def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
         self._connection = connection
