@@ -7,6 +7,7 @@ import pytest
 from tailrace.errors import RequestError
 from tailrace.server.protocol import ChatBody
 from tailrace.server.reasoning import EFFORTS, template_variables
+from tailrace.server.routes_messages import ROUTES as MESSAGES
 from tailrace.server.routes_openai import ROUTES as OPENAI
 from tailrace.server.routes_responses import ROUTES as RESPONSES
 from tailrace.server.routes_text import ROUTES as OF_TEXT
@@ -63,7 +64,7 @@ def test_the_template_of_tools_has_its_own_names(tokenizer):
         template_variables(body, template)
 
 
-ROUTES = {**OPENAI, **RESPONSES, **OF_TEXT}
+ROUTES = {**OPENAI, **MESSAGES, **RESPONSES, **OF_TEXT}
 ASKING = [
     ("/v1/chat/completions", {"messages": HI}, {"reasoning_effort": "low"}, "reasoning_effort"),
     ("/tokenize", {"messages": HI}, {"reasoning_effort": "low"}, "reasoning_effort"),
@@ -103,6 +104,19 @@ def test_every_route_of_chats_takes_an_effort(tmp_path, tiny_folder, path, body,
         sent(make_services(tiny_folder), path, body | effort)
     assert caught.value.message.startswith(f"{param} is 'low'")
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_thinking_that_is_disabled_is_no_effort(tmp_path):
+    services = make_services(None, text=load_text(write_template(tmp_path, SWITCH + BODY)))
+    counts = {
+        kind: sent(
+            services,
+            "/v1/messages/count_tokens",
+            {"messages": HI, **({"thinking": {"type": kind}} if kind else {})},
+        )["input_tokens"]
+        for kind in (None, "adaptive", "disabled")
+    }
+    assert counts[None] == counts["adaptive"] == counts["disabled"] - len("No thoughts.\n")
 
 
 @pytest.mark.parametrize("name", ["summary", "generate_summary"])

@@ -7,6 +7,7 @@
     turns of one role in a row  -> one turn, as Anthropic reads them
     a last turn of the assistant-> the text that the answer goes on with
     thinking of earlier turns   -> nothing: the model is not shown it again
+    thinking that is disabled   -> no effort of reasoning, as templates know it
 
 What the model cannot take (images, documents, Anthropic's own tools) is refused by name.
 """
@@ -54,6 +55,7 @@ def chat_of(body: CountTokensBody) -> ChatBody:
         response_format=_response_format(body.output_config or {}),
         continue_final_message=is_prefilled,
         chat_template_kwargs=body.chat_template_kwargs,
+        reasoning_effort="none" if (body.thinking or {}).get("type") == "disabled" else None,
     )
 
 
