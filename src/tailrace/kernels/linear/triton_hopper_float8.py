@@ -159,13 +159,13 @@ def _produce(descs, rings, bars, low, high, chunks, DEPENDENT: gl.constexpr):
 
 
 @gluon.jit
-def _unit_sums(part, rings, slot, block_scale):
-    """Return a band's sums of a unit, by blocks with their scales."""
+def _added(accs, band: gl.constexpr, done, rings, slot, block_scales):
+    """Return the sums with a band's of a unit, which by blocks are scaled."""
     if len(rings) == 3:
-        columns: gl.constexpr = gl.SliceLayout(0, part.type.layout)
-        scales = flat(rings[2]).index(slot).slice(0, part.shape[1]).load(columns)
-        part = part * (scales * block_scale)[None, :]
-    return part
+        columns: gl.constexpr = gl.SliceLayout(0, done.type.layout)
+        scales = flat(rings[2]).index(slot).slice(0, done.shape[1]).load(columns)
+        done = done * (scales * block_scales[band])[None, :]
+    return put(accs, band, accs[band] + done)
 
 
 @gluon.jit
@@ -186,20 +186,18 @@ def _unit(accs, rings, bars, slot, block_scales, sums: gl.constexpr):
     for band in gl.static_range(BANDS):
         if band > 0 and not BESIDE:
             done = warpgroup_mma_wait(0, deps=[part])
-            scaled = _unit_sums(done, rings, slot, block_scales[band - 1])
-            accs = put(accs, band - 1, accs[band - 1] + scaled)
+            accs = _added(accs, band - 1, done, rings, slot, block_scales)
         w = w_ring.index(slot * BOXES + band * BAND // BOX).slice(band * BAND % BOX, BAND)
         begun = warpgroup_mma(w, x, zero, use_acc=False, is_async=True)
         if band > 0 and BESIDE:
             done = warpgroup_mma_wait(1, deps=[part])
-            scaled = _unit_sums(done, rings, slot, block_scales[band - 1])
-            accs = put(accs, band - 1, accs[band - 1] + scaled)
+            accs = _added(accs, band - 1, done, rings, slot, block_scales)
         part = begun
     done = warpgroup_mma_wait(0, deps=[part])
-    scaled = _unit_sums(done, rings, slot, block_scales[BANDS - 1])
+    accs = _added(accs, BANDS - 1, done, rings, slot, block_scales)
     gl.thread_barrier()  # all warps are done with the slot
     mbarrier.arrive(free.index(slot), count=1)
-    return put(accs, BANDS - 1, accs[BANDS - 1] + scaled)
+    return accs
 
 
 @gluon.jit
@@ -246,9 +244,7 @@ def _write(accs, scales, x_scale_ptr, pointers, sizes, output, BY_BLOCKS: gl.con
     columns: gl.constexpr = gl.SliceLayout(0, accs[0].type.layout)
     dtype: gl.constexpr = pointers[1].dtype.element_ty
     rows = gl.arange(0, accs[0].shape[1], layout=columns)
-    if BY_BLOCKS:
-        x_scale = gl.zeros_like(rows)
-    else:
+    if not BY_BLOCKS:
         x_scale = gl.load(x_scale_ptr + rows, mask=rows < num_rows, other=0.0)
     for band in gl.static_range(len(accs)):
         y = accs[band]
@@ -259,7 +255,7 @@ def _write(accs, scales, x_scale_ptr, pointers, sizes, output, BY_BLOCKS: gl.con
 
 
 @gluon.jit
-def _gathered(accs, meeting, slice_: gl.constexpr, SLICES: gl.constexpr):
+def _slices_met(accs, meeting, slice_: gl.constexpr, SLICES: gl.constexpr):
     """Leave a slice's sums in shared memory; return the first's with all others' added."""
     BANDS: gl.constexpr = len(accs)
     if SLICES > 1:
@@ -287,7 +283,7 @@ def _added_up(accs, pointers, sizes, tile, IN_PAIRS: gl.constexpr):
     PART: gl.constexpr = BANDS * accs[0].shape[0] * ROWS
     TOGETHER: gl.constexpr = 128 // ROWS
     first, others = sharers(sizes, tile)
-    # Of the tiles with several programs, each begins in another one.
+    # Of the tiles with several programs each begins in another one, where its parts are counted.
     parts = part_ptr + (tile + first) * PART
     mine = gl.program_id(0) - first
     if IN_PAIRS:
@@ -344,7 +340,7 @@ def _consume(
             slot = (unit - low) % STAGES
             mbarrier.wait(full.index(slot), (unit - low) // STAGES % 2)
             accs = _unit(accs, rings, bars, slot, block_scales, sums)
-        accs = _gathered(accs, meeting, slice_, SLICES)
+        accs = _slices_met(accs, meeting, slice_, SLICES)
         if slice_ == 0:
             is_whole = True
             if SLICES == 1:
