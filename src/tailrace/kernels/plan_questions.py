@@ -41,7 +41,12 @@ from tailrace.kernels.paged_attention.prefill_kernels import (
     prefill,
 )
 from tailrace.kernels.paged_attention.triton_decode import DecodeScratch, decode
-from tailrace.kernels.paged_attention.triton_widened_kv import WidenedKv, units_of
+from tailrace.kernels.paged_attention.triton_widened_kv import (
+    UNIT_TOKENS,
+    USUAL_TOKENS,
+    WidenedKv,
+    units_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -243,7 +248,8 @@ def _prefill(
 
     @cache
     def wide() -> WidenedKv:
-        units = units_of(np.array([length]))
+        # As much room as a server has: programs without a piece of it take their time too.
+        units = max(units_of(np.array([length])), USUAL_TOKENS // UNIT_TOKENS)
         return WidenedKv.allocate(units, heads.kv, heads.dim, kernels.dtype, kernels.device)
 
     def by(shape: PrefillShape) -> Tensor:
