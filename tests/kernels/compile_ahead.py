@@ -56,6 +56,7 @@ from tailrace.kernels.linear import (
 from tailrace.kernels.paged_attention import triton_hopper_prefill
 from tailrace.kernels.paged_attention.contiguous import WHOLE
 from tailrace.kernels.paged_attention.triton_decode import decode_kernel
+from tailrace.kernels.paged_attention.triton_float8 import Reading
 from tailrace.kernels.paged_attention.triton_prefill import prefill_kernel
 from tailrace.kernels.paged_attention.triton_widened_kv import PIECE, UNIT_TOKENS, widen_kernel
 from tailrace.kernels.rms_norm.triton import rms_norm_kernel
@@ -139,6 +140,10 @@ def attention_cases(
 ) -> Iterator[Case]:
     """The table's shapes, and those that plans may choose."""
     capability = divmod(kind, 10)
+    prompts, decodes = Reading.AS_Q, Reading.AS_Q
+    if is_float8:
+        decodes = Reading.PAIRS
+        prompts = Reading.FLOAT16 if kind >= HOPPER else Reading.PAIRS
     for head_dim, (heads, kv_heads) in HEADS.items():
         known = {"NUM_HEADS": heads, "GROUP": heads // kv_heads, "UNIT": 16, "HEAD_DIM": head_dim}
         shapes = prefill_candidates(head_dim, capability, is_float8=is_float8)
@@ -149,7 +154,7 @@ def attention_cases(
             yield Case(
                 f"prefill {head_dim} {shape.words}{where}",
                 prefill_kernel,
-                {**UNIT_STRIDES, **known, **tile},
+                {**UNIT_STRIDES, **known, **tile, **prompts.constants, "COMPILED": True},
                 shape.num_warps,
                 shape.num_stages,
                 is_candidate=shape not in served,
@@ -160,7 +165,7 @@ def attention_cases(
                 decode_kernel,
                 {
                     **UNIT_STRIDES, **known, "PADDED": 16, "BLOCK_N": decode.block_n,
-                    "SPLIT": decode.split,
+                    "SPLIT": decode.split, **decodes.constants, "COMPILED": True,
                 },
                 decode.num_warps,
                 decode.num_stages,

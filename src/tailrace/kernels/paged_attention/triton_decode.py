@@ -21,6 +21,14 @@ import triton.language as tl
 
 from tailrace.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
 from tailrace.kernels.kv_scales import UNSCALED, KVScales
+from tailrace.kernels.paged_attention.triton_float8 import (
+    RAISED,
+    Reading,
+    accumulated,
+    in_float16,
+    multiplied,
+    reading,
+)
 from tailrace.kernels.paged_attention.triton_prefill import LOG2_E
 
 if TYPE_CHECKING:
@@ -73,6 +81,9 @@ def decode_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
+    IN_FLOAT16: tl.constexpr,
+    PAIRED: tl.constexpr,
+    COMPILED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     let_next_start(DEPENDENT)
@@ -87,6 +98,8 @@ def decode_kernel(
     wait_for_last(DEPENDENT)
     members = tl.arange(0, PADDED)
     dims = tl.arange(0, HEAD_DIM)
+    LANES: tl.constexpr = HEAD_DIM // 2 if PAIRED else HEAD_DIM
+    lanes = tl.arange(0, LANES)
     is_member = members < GROUP
     # Wide numbers stay scalars, or the many offsets of a tile take twice the registers.
     first_head = row.to(tl.int64) * NUM_HEADS + kv_head * GROUP
@@ -102,6 +115,16 @@ def decode_kernel(
         return
     high = tl.minimum(low + SPLIT, kv_len)
     q = tl.load(q_ptr + places, mask=is_member[:, None], other=0.0)
+    if IN_FLOAT16:
+        q, down = in_float16(q)
+        scale_log2 = (scale_log2 * down)[:, None]
+    odd_q, odd_acc = q, acc
+    if PAIRED:
+        q, odd_q = tl.split(q.reshape(PADDED, LANES, 2))
+        acc = tl.zeros([PADDED, LANES], tl.float32)
+        odd_acc = acc
+        k_cache = k_cache.to(tl.pointer_type(tl.int16))
+        v_cache = v_cache.to(tl.pointer_type(tl.int16))
     k_cache += kv_head * stride_kh
     v_cache += kv_head * stride_vh
     table = tables + row * table_stride
@@ -115,25 +138,28 @@ def decode_kernel(
         v_rows = units * stride_vb + (columns % UNIT) * stride_vt
         # Slots never written may hold NaN, and 0 x NaN is NaN: they are not even read.
         k = tl.load(
-            k_cache + k_rows[None, :] + (dims * stride_kd)[:, None],
+            k_cache + k_rows[None, :] + (lanes * stride_kd)[:, None],
             mask=is_key[None, :],
             other=0.0,
         )
         v = tl.load(
-            v_cache + v_rows[:, None] + (dims * stride_vd)[None, :],
+            v_cache + v_rows[:, None] + (lanes * stride_vd)[None, :],
             mask=is_key[:, None],
             other=0.0,
         )
-        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale_log2
+        scores = multiplied(q, odd_q, k, PAIRED, COMPILED) * scale_log2
         scores = tl.where(is_key[None, :], scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
+        highest = tl.max(scores, 1)
+        if IN_FLOAT16:
+            highest -= RAISED
+        higher = tl.maximum(peak, highest)
         weights = tl.exp2(scores - higher[:, None])
         rescale = tl.exp2(peak - higher)
         total = total * rescale + tl.sum(weights, 1)
-        acc = acc * rescale[:, None] + tl.dot(
-            weights.to(q.dtype), v.to(q.dtype), input_precision="ieee"
-        )
+        acc, odd_acc = accumulated(acc, odd_acc, rescale, weights, v, q.dtype, PAIRED, COMPILED)
         peak = higher
+    if PAIRED:
+        acc = tl.interleave(acc, odd_acc)
     acc = acc / total[:, None]
     count = tl.cdiv(kv_len, SPLIT)
     if count > 1:
@@ -220,6 +246,7 @@ def decode(
     shape: DecodeShape,
     scratch: DecodeScratch,
     kv_scales: KVScales = UNSCALED,
+    by: Reading | None = None,
 ) -> None:
     """Write attention of one row a sequence into `out_BHD`.
 
@@ -234,7 +261,9 @@ def decode(
         shape: Split and tile sizes.
         scratch: For at least B rows and the longest of `kv_lens`.
         kv_scales: Of a float8 cache.
+        by: How a float8 cache is read, where not by the best `reading`: a benchmark's.
     """
+    by = by or reading(q_BHD, k_cache, v_cache)
     num_rows, num_heads, head_dim = q_BHD.shape
     num_kv_heads, unit = v_cache.shape[1:3]
     group = num_heads // num_kv_heads
@@ -252,13 +281,13 @@ def decode(
         scratch.max_splits,
         scale * kv_scales.k * LOG2_E,
         kv_scales.v,
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(3),
+        k_cache.stride(0) // by.lanes,
+        k_cache.stride(1) // by.lanes,
+        k_cache.stride(3) // by.lanes,
         k_cache.stride(2),
-        v_cache.stride(0),
-        v_cache.stride(1),
-        v_cache.stride(2),
+        v_cache.stride(0) // by.lanes,
+        v_cache.stride(1) // by.lanes,
+        v_cache.stride(2) // by.lanes,
         v_cache.stride(3),
         NUM_HEADS=num_heads,
         GROUP=group,
@@ -269,5 +298,7 @@ def decode(
         SPLIT=shape.split,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
+        COMPILED=q_BHD.is_cuda,
+        **by.constants,
         **launch_options(),
     )

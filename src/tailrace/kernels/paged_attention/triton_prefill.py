@@ -21,6 +21,15 @@ import triton
 import triton.language as tl
 
 from tailrace.kernels.kv_scales import UNSCALED, KVScales
+from tailrace.kernels.paged_attention.triton_float8 import (
+    RAISED,
+    Reading,
+    accumulated,
+    has_products_from_shared,
+    in_float16,
+    multiplied,
+    reading,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,9 +55,11 @@ class Shape:
 @triton.jit
 def _span(
     acc,
+    odd_acc,
     peak,
     total,
     q,
+    odd_q,
     k_cache,
     v_cache,
     table,
@@ -67,8 +78,11 @@ def _span(
     UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    IN_FLOAT16: tl.constexpr,
+    PAIRED: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):
-    dims = tl.arange(0, HEAD_DIM)
+    dims = tl.arange(0, HEAD_DIM // 2 if PAIRED else HEAD_DIM)
     for start in range(low, high, BLOCK_N):
         columns = start + tl.arange(0, BLOCK_N)
         is_key = columns < kv_len
@@ -87,19 +101,20 @@ def _span(
         else:
             k = tl.load(k_pointers)
             v = tl.load(v_pointers)
-        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale_log2
+        scores = multiplied(q, odd_q, k, PAIRED, COMPILED) * scale_log2
         if MASKED:
             is_visible = (columns[None, :] <= positions[:, None]) & is_key[None, :]
             scores = tl.where(is_visible, scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
+        highest = tl.max(scores, 1)
+        if IN_FLOAT16:
+            highest -= RAISED
+        higher = tl.maximum(peak, highest)
         weights = tl.exp2(scores - higher[:, None])
         rescale = tl.exp2(peak - higher)
         total = total * rescale + tl.sum(weights, 1)
-        acc = acc * rescale[:, None] + tl.dot(
-            weights.to(q.dtype), v.to(q.dtype), input_precision="ieee"
-        )
+        acc, odd_acc = accumulated(acc, odd_acc, rescale, weights, v, q.dtype, PAIRED, COMPILED)
         peak = higher
-    return acc, peak, total
+    return acc, odd_acc, peak, total
 
 
 @triton.jit
@@ -129,6 +144,9 @@ def prefill_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    IN_FLOAT16: tl.constexpr,
+    PAIRED: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):
     head = tl.program_id(0)
     tile = tl.program_id(1)
@@ -145,6 +163,16 @@ def prefill_kernel(
     places = ((row_start + rows).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
     q = tl.load(q_ptr + places[:, None] + dims[None, :], mask=is_row[:, None], other=0.0)
 
+    if IN_FLOAT16:
+        q, down = in_float16(q)
+        scale_log2 = (scale_log2 * down)[:, None]
+    odd_q = q
+    LANES: tl.constexpr = HEAD_DIM // 2 if PAIRED else HEAD_DIM
+    if PAIRED:
+        q, odd_q = tl.split(q.reshape(BLOCK_M, LANES, 2))
+        k_cache = k_cache.to(tl.pointer_type(tl.int16))
+        v_cache = v_cache.to(tl.pointer_type(tl.int16))
+
     kv_head = head // GROUP
     k_cache += kv_head * stride_kh
     v_cache += kv_head * stride_vh
@@ -152,20 +180,25 @@ def prefill_kernel(
     positions = before + rows
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    acc = tl.zeros([BLOCK_M, LANES], tl.float32)
+    odd_acc = acc
 
     full = (before + first + 1) // BLOCK_N * BLOCK_N  # every row of the tile sees these keys
     end = tl.minimum(before + first + BLOCK_M, kv_len)
-    acc, peak, total = _span(
-        acc, peak, total, q, k_cache, v_cache, table, positions, 0, full, kv_len, scale_log2,
-        stride_kb, stride_kt, stride_kd, stride_vb, stride_vt, stride_vd,
+    acc, odd_acc, peak, total = _span(
+        acc, odd_acc, peak, total, q, odd_q, k_cache, v_cache, table, positions, 0, full, kv_len,
+        scale_log2, stride_kb, stride_kt, stride_kd, stride_vb, stride_vt, stride_vd,
         MASKED=False, UNIT=UNIT, HEAD_DIM=HEAD_DIM, BLOCK_N=BLOCK_N,
+        IN_FLOAT16=IN_FLOAT16, PAIRED=PAIRED, COMPILED=COMPILED,
     )  # fmt: skip
-    acc, peak, total = _span(
-        acc, peak, total, q, k_cache, v_cache, table, positions, full, end, kv_len, scale_log2,
-        stride_kb, stride_kt, stride_kd, stride_vb, stride_vt, stride_vd,
+    acc, odd_acc, peak, total = _span(
+        acc, odd_acc, peak, total, q, odd_q, k_cache, v_cache, table, positions, full, end, kv_len,
+        scale_log2, stride_kb, stride_kt, stride_kd, stride_vb, stride_vt, stride_vd,
         MASKED=True, UNIT=UNIT, HEAD_DIM=HEAD_DIM, BLOCK_N=BLOCK_N,
+        IN_FLOAT16=IN_FLOAT16, PAIRED=PAIRED, COMPILED=COMPILED,
     )  # fmt: skip
+    if PAIRED:
+        acc = tl.interleave(acc, odd_acc)
     acc = acc / total[:, None] * v_scale
     tl.store(
         out_ptr + places[:, None] + dims[None, :],
@@ -188,6 +221,7 @@ def prefill(
     shape: Shape,
     kv_scales: KVScales = UNSCALED,
     unit: int | None = None,
+    by: Reading | None = None,
 ) -> None:
     """Write causal attention of the rows in `tiles` into `out_THD`.
 
@@ -204,7 +238,9 @@ def prefill(
         shape: Tile sizes; `tiles` are cut for `shape.block_m`.
         kv_scales: Of a float8 cache.
         unit: Tokens of a unit, where the cache's shape does not say it.
+        by: How a float8 cache is read, where not by the best `reading`: a benchmark's.
     """
+    by = by or reading(q_THD, k_cache, v_cache, from_shared=has_products_from_shared(q_THD.device))
     num_heads, head_dim = q_THD.shape[1:]
     num_kv_heads = v_cache.shape[1]
     prefill_kernel[(num_heads, tiles.shape[0])](
@@ -219,13 +255,13 @@ def prefill(
         block_tables.stride(0),
         scale * kv_scales.k * LOG2_E,
         kv_scales.v,
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(3),
+        k_cache.stride(0) // by.lanes,
+        k_cache.stride(1) // by.lanes,
+        k_cache.stride(3) // by.lanes,
         k_cache.stride(2),
-        v_cache.stride(0),
-        v_cache.stride(1),
-        v_cache.stride(2),
+        v_cache.stride(0) // by.lanes,
+        v_cache.stride(1) // by.lanes,
+        v_cache.stride(2) // by.lanes,
         v_cache.stride(3),
         NUM_HEADS=num_heads,
         GROUP=num_heads // num_kv_heads,
@@ -235,4 +271,6 @@ def prefill(
         BLOCK_N=shape.block_n,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
+        COMPILED=q_THD.is_cuda,
+        **by.constants,
     )
