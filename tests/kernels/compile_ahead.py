@@ -140,14 +140,13 @@ def attention_cases(
 ) -> Iterator[Case]:
     """The table's shapes, and those that plans may choose."""
     capability = divmod(kind, 10)
-    prompts, decodes = Reading.AS_Q, Reading.AS_Q
-    if is_float8:
-        decodes = Reading.PAIRS
-        prompts = Reading.FLOAT16 if kind >= HOPPER else Reading.PAIRS
+    decodes = Reading.PAIRS if is_float8 else Reading.AS_Q
     for head_dim, (heads, kv_heads) in HEADS.items():
         known = {"NUM_HEADS": heads, "GROUP": heads // kv_heads, "UNIT": 16, "HEAD_DIM": head_dim}
-        shapes = prefill_candidates(head_dim, capability, is_float8=is_float8)
+        shapes = prefill_candidates(head_dim, capability)
         served = {prefill_shape(head_dim, bound - 1, capability) for bound in BOUNDS}
+        is_plain = kind >= HOPPER and head_dim < 256
+        prompts = Reading.FLOAT16 if is_float8 and is_plain else decodes
         for shape, unit in itertools.product(shapes, units):
             tile = {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "UNIT": unit}
             where = "" if unit == 16 else " in one piece"
@@ -159,7 +158,7 @@ def attention_cases(
                 shape.num_stages,
                 is_candidate=shape not in served,
             )
-        for decode in decode_candidates(head_dim, capability):
+        for decode in decode_candidates(head_dim, capability, is_float8=is_float8):
             yield Case(
                 f"decode {head_dim} {decode.words}",
                 decode_kernel,
@@ -642,6 +641,16 @@ def assembler(compiled: Any) -> str:
     return run.stdout
 
 
+def detours(code: str) -> dict[str, int]:
+    """Instructions by which reading a float8 cache would cost more than its bytes save.
+
+    Conversions at a fraction of the rate of those from e4m3, single bytes fetched from shared
+    memory, and copies of less than 16 bytes of keys or values (those of 4 are of the table).
+    """
+    found = {"F2F": r"\bF2F\.", "LDS.U8": r"\bLDS\.[US]8", "LDGSTS.64": r"\bLDGSTS\.E\.64"}
+    return {name: len(re.findall(pattern, code)) for name, pattern in found.items()}
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """What a kernel's innermost loop of products looks like in the machine's code."""
@@ -744,6 +753,8 @@ def main(kind: int, *, with_all: bool = False) -> None:
                 found["float8_products"] = float8_products(code)
             if case.kernel is triton_hopper_int4_bands.int4_bands_kernel:
                 found["pipelines"] = [asdict(loop) for loop in pipelines(code)]
+        if case.types is FLOAT8_KV and case.kernel in {prefill_kernel, decode_kernel}:
+            found["detours"] = detours(assembler(compiled))
         print(json.dumps(found), flush=True)  # noqa: T201
 
 

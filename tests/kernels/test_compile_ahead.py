@@ -52,6 +52,9 @@ def test_every_kernel_compiles_within_the_gpus_means(kind, pytestconfig, tmp_pat
         assert any(entry["name"].split()[0] == name for entry in kernels) == (kind >= HOPPER)
     float8 = {entry["name"].split()[0] for entry in kernels if entry["name"].endswith("float8")}
     assert float8 == ({"prefill", "decode", "rope_cache"} if kind >= ADA else set())
+    detours = [entry["detours"] for entry in kernels if "detours" in entry]
+    assert bool(detours) == (kind >= ADA)
+    assert not any(count for found in detours for count in found.values()), detours
     dependent = [entry for entry in kernels if entry["name"].endswith(" dependent")]
     assert {entry["name"].split()[0] for entry in dependent} == (
         {

@@ -61,9 +61,6 @@ CANDIDATES: dict[int, dict[int, tuple[Shape, ...]]] = {
 }
 """What a plan may choose beside `PREFILL`'s rows, by kind of GPU and head dimension."""
 
-_NOT_OVER_FLOAT8 = (Shape(128, 128, 8, 2),)
-"""Candidates that spill where keys and values are widened from float8."""
-
 # The split is the same everywhere: where a row's sums are cut decides its last bits.
 DECODE: dict[int, dict[int, DecodeShape]] = {
     AMPERE: {
@@ -94,6 +91,17 @@ DECODE_CANDIDATES: dict[int, dict[int, tuple[DecodeShape, ...]]] = {
 """What a plan may choose beside `DECODE`'s rows: the same tiles, so that sums are cut alike; one
 whose bits differ all the same is refused when it is measured."""
 
+# Keys are loaded behind the table that leads to them, so of 5 stages two are tiles in flight, and
+# of 3 one. A tile of float8 is half as many bytes: two of them are what one of 16 bits was.
+FLOAT8_DECODE_CANDIDATES: dict[int, dict[int, tuple[DecodeShape, ...]]] = {
+    HOPPER: {
+        64: (DecodeShape(512, 128, 4, 5),),
+        128: (DecodeShape(512, 128, 4, 5), DecodeShape(512, 128, 8, 5)),
+        256: (DecodeShape(512, 64, 8, 3), DecodeShape(512, 64, 8, 5)),
+    },
+}
+"""What a plan may choose over a float8 cache beside those; not timed yet."""
+
 
 def kind(capability: Capability) -> int:
     """Return whose rows serve a GPU: `AMPERE`, `ADA` or `HOPPER`.
@@ -123,15 +131,8 @@ def prefill_shape(head_dim: int, max_kv_len: int, capability: Capability) -> Sha
     return next(shape for bound, shape in rows if max_kv_len < bound)
 
 
-def prefill_candidates(
-    head_dim: int, capability: Capability, *, is_float8: bool = False
-) -> tuple[Shape, ...]:
+def prefill_candidates(head_dim: int, capability: Capability) -> tuple[Shape, ...]:
     """Return the shapes that a plan may choose from, `PREFILL`'s own first.
-
-    Args:
-        head_dim: Of the model.
-        capability: Of the GPU.
-        is_float8: Whether the cache is.
 
     Raises:
         ConfigError: No kernel serves the head dimension or the GPU.
@@ -139,8 +140,7 @@ def prefill_candidates(
     gpu, row = kind(capability), _row(head_dim)
     own = (shape for _, shape in PREFILL[gpu][row])
     more = CANDIDATES.get(gpu, {}).get(row, ())
-    left_out = _NOT_OVER_FLOAT8 if is_float8 else ()
-    return tuple(dict.fromkeys((*own, *(shape for shape in more if shape not in left_out))))
+    return tuple(dict.fromkeys((*own, *more)))
 
 
 def decode_shape(head_dim: int, capability: Capability) -> DecodeShape:
@@ -152,14 +152,23 @@ def decode_shape(head_dim: int, capability: Capability) -> DecodeShape:
     return DECODE[kind(capability)][_row(head_dim)]
 
 
-def decode_candidates(head_dim: int, capability: Capability) -> tuple[DecodeShape, ...]:
+def decode_candidates(
+    head_dim: int, capability: Capability, *, is_float8: bool = False
+) -> tuple[DecodeShape, ...]:
     """Return the shapes that a plan may choose from, `DECODE`'s own first.
+
+    Args:
+        head_dim: Of the model.
+        capability: Of the GPU.
+        is_float8: Whether the cache is.
 
     Raises:
         ConfigError: No kernel serves the head dimension or the GPU.
     """
     gpu, row = kind(capability), _row(head_dim)
-    return DECODE[gpu][row], *DECODE_CANDIDATES.get(gpu, {}).get(row, ())
+    more = DECODE_CANDIDATES.get(gpu, {}).get(row, ())
+    deeper = FLOAT8_DECODE_CANDIDATES.get(gpu, {}).get(row, ()) if is_float8 else ()
+    return DECODE[gpu][row], *more, *deeper
 
 
 def key_words(bound: int) -> str:

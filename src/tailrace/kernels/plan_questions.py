@@ -123,7 +123,7 @@ def questions(
             late.append(prefills)
         else:
             yield from prefills
-        if len(decode_candidates(heads.dim, kernels.capability)) > 1:
+        if len(decode_shapes(kernels, heads.dim, kv_dtype)) > 1:
             yield _decode(kernels, heads, min(longest, _DECODE_KEYS), kv_dtype, unit)
     yield from _linears(kernels, compile_long=False)
     for prefills in late:
@@ -157,10 +157,17 @@ def prefill_shapes(
     kernels: TritonKernels, head_dim: int, kv_dtype: torch.dtype, unit: int
 ) -> tuple[PrefillShape, ...]:
     """Return every shape that can serve prompts here, whatever is asked for."""
-    found = prefill_candidates(head_dim, kernels.capability, is_float8=kv_dtype == FLOAT8)
+    found = prefill_candidates(head_dim, kernels.capability)
     if kernels.why_not_hopper(head_dim, kv_dtype, unit) is not None:
         return found
     return *found, *hopper_shapes(head_dim)
+
+
+def decode_shapes(
+    kernels: TritonKernels, head_dim: int, kv_dtype: torch.dtype
+) -> tuple[DecodeShape, ...]:
+    """Return every shape that can serve decodes here, the usual one first."""
+    return decode_candidates(head_dim, kernels.capability, is_float8=kv_dtype == FLOAT8)
 
 
 def _asked_shapes(
@@ -294,7 +301,7 @@ def _decode(
     kernels: TritonKernels, heads: Heads, length: int, kv_dtype: torch.dtype, unit: int
 ) -> Question:
     """One row of each of some sequences."""
-    usual, *_ = shapes = decode_candidates(heads.dim, kernels.capability)
+    usual, *_ = shapes = decode_shapes(kernels, heads.dim, kv_dtype)
 
     @cache
     def given() -> tuple[_Sequences, Tensor, DecodeScratch]:

@@ -10,12 +10,19 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tailrace.errors import ConfigError
-from tailrace.kernels.attention_shapes import BOUNDS, decode_candidates, key_words
+from tailrace.kernels.attention_shapes import BOUNDS, key_words
 from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.linear.ways import class_words, words_of
 from tailrace.kernels.paged_attention.prefill_kernels import name_of
 from tailrace.kernels.plan import Choice, Plan, choose
-from tailrace.kernels.plan_questions import ANY_LENGTH, DECODE, PREFILL, over, prefill_shapes
+from tailrace.kernels.plan_questions import (
+    ANY_LENGTH,
+    DECODE,
+    PREFILL,
+    decode_shapes,
+    over,
+    prefill_shapes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -43,7 +50,7 @@ def strangers(
     """
     shapes = [name_of(shape) for shape in prefill_shapes(kernels, head_dim, kv_dtype, unit)]
     options = {(over(PREFILL, kv_dtype), key_words(bound)): shapes for bound in BOUNDS}
-    decodes = [shape.words for shape in decode_candidates(head_dim, kernels.capability)]
+    decodes = [shape.words for shape in decode_shapes(kernels, head_dim, kv_dtype)]
     options[over(DECODE, kv_dtype), ANY_LENGTH] = decodes
     for layer in kernels.planned_layers:
         for ways in layer.planned:
@@ -105,7 +112,7 @@ def apply(
         _winner(plan, *question, list(shapes), file)
         shape = _allowed_winner(plan.choice(*question), kernels, shapes, file)
         rows.append((bound, shape or usual(bound - 1)))
-    decodes = {shape.words: shape for shape in decode_candidates(head_dim, kernels.capability)}
+    decodes = {shape.words: shape for shape in decode_shapes(kernels, head_dim, kv_dtype)}
     decode_name = _winner(plan, over(DECODE, kv_dtype), ANY_LENGTH, list(decodes), file)
     served = []
     for layer in kernels.planned_layers:

@@ -42,6 +42,10 @@ _LEAST_PAIRED = 32
 """Dimensions whose halves are what one product takes at least."""
 
 
+_MOST_PLAIN = 128
+"""Dimensions of a row of q that, held in registers as a whole, leave room for all else."""
+
+
 class Reading(Enum):
     """What keys, values, q and weights are multiplied in."""
 
@@ -71,9 +75,8 @@ def reading(q: Tensor, k_cache: Tensor, v_cache: Tensor, *, from_shared: bool = 
     """
     if k_cache.dtype != FLOAT8 or q.dtype == torch.float32:
         return Reading.AS_Q
-    if from_shared or not has_pairs(k_cache, v_cache):
-        return Reading.FLOAT16
-    return Reading.PAIRS
+    is_plain = from_shared and q.shape[-1] <= _MOST_PLAIN
+    return Reading.PAIRS if has_pairs(k_cache, v_cache) and not is_plain else Reading.FLOAT16
 
 
 def has_products_from_shared(device: torch.device) -> bool:
@@ -89,12 +92,14 @@ def has_products_from_shared(device: torch.device) -> bool:
 
 def has_pairs(k_cache: Tensor, v_cache: Tensor) -> bool:
     """Tell whether each two dimensions of a float8 cache are two bytes at an even address."""
-    caches = (k_cache.transpose(2, 3), v_cache)
-    return v_cache.shape[3] >= _LEAST_PAIRED and all(
-        cache.stride(3) == 1
-        and cache.data_ptr() % 2 == 0
-        and not any(stride % 2 for stride in cache.stride()[:3])
-        for cache in caches
+    k_block, k_head, k_dim, k_token = k_cache.stride()
+    v_block, v_head, v_token, v_dim = v_cache.stride()
+    steps = (k_block, k_head, k_token, v_block, v_head, v_token)
+    addresses = (k_cache.data_ptr(), v_cache.data_ptr())
+    return (
+        v_cache.shape[3] >= _LEAST_PAIRED
+        and k_dim == v_dim == 1
+        and not any(number % 2 for number in (*steps, *addresses))
     )
 
 
