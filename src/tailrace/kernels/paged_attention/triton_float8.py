@@ -1,8 +1,8 @@
 """How the attention kernels read a float8 (e4m3) cache: products in float16, two numbers a time.
 
-e4m3 is a part of float16, and a GPU widens two numbers to it in one instruction; to bfloat16 it
-takes four more, two of them a sixteenth as fast as a sum. So over a float8 cache q and the weights
-of the softmax go to float16 as well, and lose nothing that bfloat16 had:
+e4m3 is a part of float16, and a GPU widens two numbers to it in one instruction; from there to
+bfloat16 it takes three more. So over a float8 cache q and the weights of the softmax go to float16
+as well, and lose nothing that bfloat16 had:
 
     q         each row times the power of two that takes its largest number into [2^14, 2^15); the
               scores' factor takes that back, in float32. So no q that is finite becomes infinite.
@@ -14,8 +14,9 @@ of the softmax go to float16 as well, and lose nothing that bfloat16 had:
 
 `mma` wants pairs of keys, of one dimension, in a register, and single bytes have to be fetched for
 that from a tile whose rows are keys. Two dimensions at a time, read as int16, come as halves of a
-16-bit tile do. They part in registers, one permutation for four numbers: products of even and of
-odd dimensions are sums of their own, and the result is dealt together at the end.
+16-bit tile do. They part in registers, one permutation for four numbers. Products of even and of
+odd dimensions of q and k add up to the scores; those of v are two results, dealt together at the
+end.
 
 Products of Hopper and later read keys and values from shared memory, where those must be written
 again once they are wide: rows are copied as they lie, and pairs would only cost permutations.
