@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from tailrace.kernels.linear.hopper_float8_ways import Shape
     from tailrace.kernels.linear.triton_hopper_float8 import HopperFloat8Shape
 
-TIME_S = 180
+TIME_S = 300
 """Of all times."""
 BLOCKS_ROWS = 64
 """At which weights by blocks are timed."""

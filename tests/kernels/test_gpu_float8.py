@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from benchmarks import gpu_float8, gpu_gemm, hopper_layers
@@ -10,8 +12,10 @@ pytest.importorskip("triton.experimental.gluon", reason="Triton with Gluon is no
 
 from tailrace.kernels.linear import (
     float8_linear,
+    float8_rows,
     hopper_float8_ways,
     triton_float8_few,
+    triton_float8_rows,
     triton_hopper_float8,
 )
 from tests.kernels.gluon_interpreter import Interpreter
@@ -100,6 +104,30 @@ def test_shapes_that_cut_a_layer_alike_or_are_not_right_are_not_timed():
     assert len(gpu_float8.shapes_of(16, 4608, 3584, 132, [])) == few
     short = gpu_float8.shapes_of(16, 3584, 3584, 132, KINDS)
     assert sum("128/8" in words for words in short) == 3 + 2, "spans of 6, 7 and 14"
+
+
+def test_a_layer_is_timed_by_class_and_by_blocks_once(monkeypatch):
+    """Each way over all copies of a weight, plainly and by dependent launches; no GPU is asked."""
+    taken = []
+    gpu = SimpleNamespace(multi_processor_count=4)
+    randn = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *sizes, device: randn(*sizes, device="cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(triton_float8_rows, "quantize_rows", float8_rows.quantize_rows)
+    monkeypatch.setattr(hopper_float8_ways, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(gpu_float8, "LAYERS", {"o": (256, 384)})
+    monkeypatch.setattr(gpu_float8, "COLD_BYTES", 250_000)
+    monkeypatch.setattr(gpu_float8, "graph_s", lambda work: work() or 3e-6)
+    monkeypatch.setattr(
+        gpu_float8, "multiply", lambda x, weight, *_, shape, **__: taken.append((weight, shape))
+    )
+    found = list(gpu_float8.time_layer("o", KINDS))
+    classes = [(rows, False) for rows in gpu_float8.ROWS] + [(gpu_float8.BLOCKS_ROWS, True)]
+    assert [(some[0]["rows"], some[0]["by_blocks"]) for some in found] == classes
+    for (rows, _), some in zip(classes, found, strict=True):
+        assert [e["way"] for e in some] == [*gpu_float8.shapes_of(rows, 256, 384, 4, KINDS)]
+        assert {(e["us"], e["dependent_us"]) for e in some} == {(1.0, 1.0)}, "3 copies of 98 KB"
+    assert len(taken) == 3 * 2 * sum(map(len, found))
 
 
 def entries(layer, rows, by_blocks=False, **ways):
