@@ -258,6 +258,28 @@ def test_a_step_over_float8_is_the_same_by_either_kernel(interpreter, monkeypatc
     assert call.v_scale == pytest.approx(scales.v)
 
 
+@pytest.mark.parametrize("longest", [300, 1500])
+def test_a_batch_beyond_what_was_reserved_goes_by_tritons_kernel(interpreter, monkeypatch, longest):
+    """Where its lengths are read back anyway; a step of the engine has its shape chosen before."""
+    stand_in = let_hopper_serve(monkeypatch)
+    case, truth = float8_case(64, torch.float32)
+    kernels = TritonKernels(torch.device("cpu"), "float32")
+    kernels.serve_prompts_by("hopper", head_dim=64, kv_dtype=FLOAT8, unit=8)
+    kernels.reserve(
+        rows=1, sequences=1, num_heads=2, num_kv_heads=1, head_dim=64, max_kv_len=longest
+    )
+    needed = units_of(np.array([keys for _, keys in CHUNKS])) * UNIT_TOKENS
+    fits = needed <= kernels.wide_tokens
+    assert fits == (longest == 1500)
+    batch = make_batch(CHUNKS, 8, case.tables)
+    q = torch.cat([q[n - rows : n] for q, (rows, n) in zip(case.queries, CHUNKS, strict=True)])
+    out = kernels.paged_attention(
+        q, *float8_caches(case, SCALES), batch, case.scale, kv_scales=SCALES
+    )
+    assert_close("out", out.view(-1, 2, 64)[1:], truth, rtol=2e-5, atol=2e-5)
+    assert bool(stand_in.calls) == fits
+
+
 def test_scales_without_float8_and_float8_without_a_place_are_errors():
     empty = torch.empty(0)
     index = dict.fromkeys(("tiles", "query_starts", "kv_lens", "block_tables"), empty)
