@@ -753,7 +753,8 @@ def main(kind: int, *, with_all: bool = False) -> None:
                 found["float8_products"] = float8_products(code)
             if case.kernel is triton_hopper_int4_bands.int4_bands_kernel:
                 found["pipelines"] = [asdict(loop) for loop in pipelines(code)]
-        if case.types is FLOAT8_KV and case.kernel in {prefill_kernel, decode_kernel}:
+        reads_float8 = case.types is FLOAT8_KV and case.kernel in {prefill_kernel, decode_kernel}
+        if reads_float8 or case.kernel is widen_kernel:
             found["detours"] = detours(assembler(compiled))
         print(json.dumps(found), flush=True)  # noqa: T201
 

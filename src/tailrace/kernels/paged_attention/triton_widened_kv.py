@@ -105,6 +105,13 @@ class WidenedKv:
         return self.keys.permute(0, 2, 3, 1), self.values.permute(0, 2, 1, 3)
 
 
+@triton.jit
+def _widened(x, dtype: tl.constexpr):
+    # Hopper converts float16 to bfloat16 at a fraction of the rate of the way by float32.
+    half = x.to(tl.float16)
+    return half if dtype == tl.float16 else half.to(tl.float32).to(dtype)
+
+
 @triton.jit(do_not_specialize=["table_stride", "wide_stride", "first", "count", "wide_units"])
 def widen_kernel(
     k_cache,
@@ -170,8 +177,8 @@ def widen_kernel(
         )  # fmt: skip
         rows = wide_unit.to(tl.int64) * WIDE_UNIT + within
         target = ((rows * NUM_KV_HEADS + head) * HEAD_DIM)[:, None] + dims[None, :]
-        tl.store(wide_k + target, k.to(wide_k.dtype.element_ty), mask=is_key[:, None])
-        tl.store(wide_v + target, v.to(wide_v.dtype.element_ty), mask=is_key[:, None])
+        tl.store(wide_k + target, _widened(k, wide_k.dtype.element_ty), mask=is_key[:, None])
+        tl.store(wide_v + target, _widened(v, wide_v.dtype.element_ty), mask=is_key[:, None])
         if (head == 0) & (piece % PIECES == 0):
             tl.store(wide_tables + sequence * wide_stride + inner, wide_unit)
 
