@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import triton
 import triton.language as tl
 
+from tailrace.errors import EngineError
 from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.paged_attention import triton_decode, triton_prefill
 from tailrace.kernels.paged_attention.device_batch import cut_tiles
@@ -44,7 +45,7 @@ def _half_precision(request):
 
 @triton.jit
 def _part_kernel(pairs_ptr, evens_ptr, odds_ptr, count: tl.constexpr, compiled: tl.constexpr):
-    places = tl.arange(0, count)
+    places = tl.program_id(0) * count + tl.arange(0, count)
     evens, odds = parted(tl.load(pairs_ptr + places), compiled)
     tl.store(evens_ptr + places, evens)
     tl.store(odds_ptr + places, odds)
@@ -60,13 +61,13 @@ def _in_float16_kernel(q_ptr, out_ptr, down_ptr, height: tl.constexpr, dim: tl.c
 
 
 def parted_on(on_triton, pairs):
-    """Return the first and the second numbers of int16 [N]."""
+    """Return the first and the second numbers of int16 [N], N a multiple of 1024."""
     count = len(pairs)
     halves = [
         torch.empty(count, dtype=torch.float16, device=on_triton.kernels.device) for _ in "eo"
     ]
     given = pairs.to(on_triton.kernels.device)
-    _part_kernel[(1,)](given, *halves, count=count, compiled=given.is_cuda)
+    _part_kernel[(count // 1024,)](given, *halves, count=1024, compiled=given.is_cuda)
     return [half.cpu() for half in halves]
 
 
@@ -222,6 +223,17 @@ def test_pairs_are_read_where_two_dimensions_lie_side_by_side(on_triton):
     assert by(odd.permute(0, 2, 3, 1), odd.permute(0, 2, 1, 3)) == Reading.FLOAT16
     assert by(*cache(dtype=q.dtype)) == Reading.AS_Q
     assert by(*cache(), dtype=torch.float32) == Reading.AS_Q
+
+
+def test_a_reading_that_a_cache_does_not_have_is_refused(on_triton):
+    q = on_triton.half(torch.zeros(1, 2, 64))
+    k = torch.zeros(4, 8, 2, 64).to(FLOAT8).to(q.device)
+    k, v = k.permute(0, 2, 3, 1), k.permute(0, 2, 1, 3)
+    with pytest.raises(EngineError, match="by pairs: no two dimensions of a head lie"):
+        reading(q, k.contiguous(), v, asked=Reading.PAIRS)
+    with pytest.raises(EngineError, match=f"in float16: the cache is {q.dtype}, not float8"):
+        reading(q, k.to(q.dtype), v.to(q.dtype), asked=Reading.FLOAT16)
+    assert all(reading(q, k, v, asked=by) == by for by in Reading)
 
 
 def test_the_largest_heads_are_read_by_pairs_for_prompts_too(on_triton):

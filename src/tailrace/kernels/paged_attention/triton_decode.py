@@ -262,8 +262,11 @@ def decode(
         scratch: For at least B rows and the longest of `kv_lens`.
         kv_scales: Of a float8 cache.
         by: How a float8 cache is read, where not by the best `reading`: a benchmark's.
+
+    Raises:
+        EngineError: The cache cannot be read `by` that.
     """
-    by = by or reading(q_BHD, k_cache, v_cache)
+    by = reading(q_BHD, k_cache, v_cache, asked=by)
     num_rows, num_heads, head_dim = q_BHD.shape
     num_kv_heads, unit = v_cache.shape[1:3]
     group = num_heads // num_kv_heads

@@ -1,4 +1,4 @@
-"""How the attention kernels read a float8 (e4m3) cache: products in float16, two numbers a time.
+"""How the attention kernels read a float8 (e4m3) cache: products in float16, two numbers at a time.
 
 e4m3 is a part of float16, and a GPU widens two numbers to it in one instruction; from there to
 bfloat16 it takes three more. So over a float8 cache q and the weights of the softmax go to float16
@@ -31,6 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tailrace.errors import EngineError
 from tailrace.kernels.linear.float8 import FLOAT8
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ RAISED: tl.constexpr = tl.constexpr(15.0)
 
 _LEAST_PAIRED = 32
 """Dimensions whose halves are what one product takes at least."""
-
 
 _MOST_PLAIN = 128
 """Dimensions of a row of q that, held in registers as a whole, leave room for all else."""
@@ -65,15 +65,35 @@ class Reading(Enum):
         return 2 if self is Reading.PAIRS else 1
 
 
-def reading(q: Tensor, k_cache: Tensor, v_cache: Tensor, *, from_shared: bool = False) -> Reading:
-    """Return the best reading of a cache, whose addresses may forbid pairs.
+def reading(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    from_shared: bool = False,
+    asked: Reading | None = None,
+) -> Reading:
+    """Return the best reading of a cache, whose addresses may forbid pairs; or the one asked for.
 
     Args:
         q: [..., D]; in float32, which no GPU serves, a float8 cache is widened to that.
         k_cache: [num_blocks, Hkv, D, block_size].
         v_cache: [num_blocks, Hkv, block_size, D].
         from_shared: Whether products read keys and values from shared memory.
+        asked: By a benchmark or a test.
+
+    Raises:
+        EngineError: What is asked for cannot be read so.
     """
+    if asked is not None:
+        if asked is not Reading.AS_Q and k_cache.dtype != FLOAT8:
+            raise EngineError(f"attention {asked.value}: the cache is {k_cache.dtype}, not float8")
+        if asked is Reading.PAIRS and not has_pairs(k_cache, v_cache):
+            raise EngineError(
+                f"attention {asked.value}: no two dimensions of a head lie at an even address, or "
+                f"it has fewer than {_LEAST_PAIRED}"
+            )
+        return asked
     if k_cache.dtype != FLOAT8 or q.dtype == torch.float32:
         return Reading.AS_Q
     is_plain = from_shared and q.shape[-1] <= _MOST_PLAIN

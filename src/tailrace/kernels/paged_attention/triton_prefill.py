@@ -239,8 +239,12 @@ def prefill(
         kv_scales: Of a float8 cache.
         unit: Tokens of a unit, where the cache's shape does not say it.
         by: How a float8 cache is read, where not by the best `reading`: a benchmark's.
+
+    Raises:
+        EngineError: The cache cannot be read `by` that.
     """
-    by = by or reading(q_THD, k_cache, v_cache, from_shared=has_products_from_shared(q_THD.device))
+    from_shared = has_products_from_shared(q_THD.device)
+    by = reading(q_THD, k_cache, v_cache, from_shared=from_shared, asked=by)
     num_heads, head_dim = q_THD.shape[1:]
     num_kv_heads = v_cache.shape[1]
     prefill_kernel[(num_heads, tiles.shape[0])](
