@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import garbage
+from tests.support import garbage, imports
 from tests.support.interpreter import quicken
 from tests.support.process_state import changes, process_state, put_threads_back
 
@@ -24,6 +24,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # A shell's background jobs ignore Ctrl-C, and so would all servers that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    config = session.config
+    if hasattr(config, "workerinput") and config.args_source is config.ArgsSource.TESTPATHS:
+        worker, workers = config.workerinput["workerid"], config.workerinput["workercount"]
+        imports.import_all(config.rootpath, int(worker.removeprefix("gw")), workers)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
