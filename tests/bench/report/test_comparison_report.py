@@ -197,25 +197,28 @@ def test_markdown_cannot_be_broken_by_a_cell():
     ]
 
 
-def test_a_code_block_cannot_be_left_from_within(tmp_path):
-    make_result(tmp_path / "in", replace(SMALL, engines=(TAILRACE,), rates_rps=(), requests=10))
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    """The report of a plan that quotes code, and of searches that found no highest rate."""
+    folder = tmp_path_factory.mktemp("odd")
 
     def change(comparison):
         comparison.plan = {"note": "```\n# out"}
-
-    _changed(tmp_path / "in", change)
-    text = write_reports([tmp_path / "in"], tmp_path / "out").markdown.read_text()
-    assert re.search(r"^````text\n.*^````$", text, flags=re.DOTALL | re.MULTILINE)
-
-
-def test_why_a_cost_is_missing_stands_below_the_table_and_widens_no_column(tmp_path):
-    def unresolved(comparison):
         for search in comparison.searches:
             search.max_rps, search.reasons = None, ["it holds at the highest rate allowed"]
 
-    make_result(tmp_path, SMALL)
-    _changed(tmp_path, unresolved)
-    page = write_reports([tmp_path], tmp_path).html.read_text()
+    make_result(folder, replace(SMALL, requests=10))
+    _changed(folder, change)
+    return write_reports([folder], folder)
+
+
+def test_a_code_block_cannot_be_left_from_within(odd):
+    text = odd.markdown.read_text()
+    assert re.search(r"^````text\n.*^````$", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_why_a_cost_is_missing_stands_below_the_table_and_widens_no_column(odd):
+    page = odd.html.read_text()
     told = re.search(r'<p class="note">[^<]*No cost of ([^<]*)</p>', page)
     assert told is not None
     assert "it holds at the highest rate allowed" in told[1]
@@ -226,9 +229,8 @@ def test_units_stay_with_their_numbers():
     assert unbroken("P95 ≤ 60 ms (95 % of 2 servers)") == "P95 ≤\xa060\xa0ms (95\xa0% of 2 servers)"
 
 
-def test_long_tables_are_folded_in_markdown(tmp_path):
-    make_result(tmp_path / "in", replace(SMALL, requests=10))
-    text = write_reports([tmp_path / "in"], tmp_path / "out").markdown.read_text()
+def test_long_tables_are_folded_in_markdown(odd):
+    text = odd.markdown.read_text()
     assert text.count("<details>") == text.count("</details>") >= 3
     assert "<summary>Every trial on 1 x H200</summary>\n\n**Trials on 1 x H200**" in text
 

@@ -66,6 +66,7 @@ RUNS = {
     "wide": a_run([ok(i, scheduled_s=11.9, first_token_s=11.91 + 1.5**i) for i in range(20)]),
     "metrics": a_run([ok()], scrape=_scraped(), scrapes={"gpu": _gpu(), "server": _scraped()}),
 }
+INVALID = a_run([ok()], reasons=("the client was late",), cautions=("few",))
 
 
 class _Tags(HTMLParser):
@@ -86,15 +87,25 @@ class _Tags(HTMLParser):
                 self.ids.append(value)
 
 
-def _written(run, tmp_path) -> str:
-    file = tmp_path / "report.html"
-    write_report(run, file)
-    return file.read_text(encoding="utf-8")
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Give a run's page, written once for all tests that read it."""
+    folder = tmp_path_factory.mktemp("pages")
+    pages = {}
+
+    def page_of(run) -> str:
+        if id(run) not in pages:
+            file = folder / f"report{len(pages)}.html"
+            write_report(run, file)
+            pages[id(run)] = run, file.read_text(encoding="utf-8")
+        return pages[id(run)][1]
+
+    return page_of
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_kind_of_run_gives_one_self_contained_page(tmp_path, name):
-    page = _written(RUNS[name], tmp_path)
+def test_every_kind_of_run_gives_one_self_contained_page(written, name):
+    page = written(RUNS[name])
     tags = _Tags()
     tags.feed(page)
     assert tags.fetches == []
@@ -106,8 +117,8 @@ def test_every_kind_of_run_gives_one_self_contained_page(tmp_path, name):
     assert "nan" not in re.sub(r"<svg.*?</svg>", "", page, flags=re.DOTALL).lower().split()
 
 
-def test_pictures_refer_only_to_ids_they_have(tmp_path):
-    page = _written(RUNS["metrics"], tmp_path)
+def test_pictures_refer_only_to_ids_they_have(written):
+    page = written(RUNS["metrics"])
     for svg in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL):
         tree = ET.fromstring(svg)  # noqa: S314  # our own drawing
         ids = {element.get("id") for element in tree.iter()}
@@ -115,13 +126,13 @@ def test_pictures_refer_only_to_ids_they_have(tmp_path):
         assert wanted <= ids
 
 
-def test_gpu_readings_are_drawn_where_there_are_any(tmp_path):
-    assert "GPU busy" in _written(RUNS["metrics"], tmp_path)
-    assert "GPU busy" not in _written(RUNS["whole"], tmp_path)
+def test_gpu_readings_are_drawn_where_there_are_any(written):
+    assert "GPU busy" in written(RUNS["metrics"])
+    assert "GPU busy" not in written(RUNS["whole"])
 
 
-def test_what_servers_say_is_text_and_not_markup(tmp_path):
-    page = _written(RUNS["failures"], tmp_path)
+def test_what_servers_say_is_text_and_not_markup(written):
+    page = written(RUNS["failures"])
     assert "<script>" not in page
     assert "&lt;script&gt;alert(1)" in page
     assert "A &lt;b&gt;run&lt;/b&gt;" in page
@@ -140,19 +151,18 @@ def test_what_servers_say_is_text_and_not_markup(tmp_path):
             a_run([ok()], limit=(read_limit("p95_ttft=1"), read_limit("p95_e2e=9"))),
             "Valid run; all 1 requests complete; p95_ttft=1 does not hold",
         ),
-        (a_run([ok()], reasons=("the client was late",)), "Invalid run: do not use its figures"),
+        (INVALID, "Invalid run: do not use its figures"),
     ],
 )
-def test_the_verdict_comes_before_every_figure(tmp_path, run, words):
-    page = _written(run, tmp_path)
+def test_the_verdict_comes_before_every_figure(written, run, words):
+    page = written(run)
     assert page.index(words) < page.index('class="tile"')
 
 
-def test_reasons_are_on_the_page_and_first_on_the_terminal(tmp_path):
-    run = a_run([ok()], reasons=("the client was late",), cautions=("few",))
-    assert "the client was late" in _written(run, tmp_path)
+def test_reasons_are_on_the_page_and_first_on_the_terminal(written):
+    assert "the client was late" in written(INVALID)
     stream = io.StringIO()
-    print_run(run, Console(file=stream, width=120))
+    print_run(INVALID, Console(file=stream, width=120))
     lines = stream.getvalue().splitlines()
     assert lines[0] == "INVALID: the client was late"
     assert lines[-1] == "note: few"
