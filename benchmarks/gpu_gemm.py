@@ -25,8 +25,8 @@ weight that none comes from the L2 cache. The ways:
     fp8 hopper, fp8 hopper mm
                    as "fp8 few" and "fp8 few mm", by the fastest shape of Hopper's own kernel, where
                    the GPU is one: all are compared and timed, and the fastest are printed by layer
-                   and class of rows (gpu_float8.py --only-check first: a kernel that waits for ever
-                   is ended there, and here holds the GPU)
+                   and rows. Only where --ways names them, and gpu_float8.py --only-check comes
+                   first: a kernel that waits for ever is ended there, and here holds the GPU
     fp8 blocks     as served, a scale a block of 128 x 128: many rows by torch on Hopper, elsewhere
                    by our own kernel
     fp8 torch      blocks by torch.nn.functional.scaled_mm, the product alone, where it takes them
@@ -401,12 +401,20 @@ def takes(way: str, rows: int, setting: Setting) -> bool:
     if way.startswith("fp8 few"):
         return rows <= MOST_FEW_ROWS
     if way in BY_HOPPER:
-        return setting.is_hopper and rows <= MOST_FEW_ROWS
+        return setting.is_hopper and _has_gluon() and rows <= MOST_FEW_ROWS
     if way == "int8 torch":
         return rows >= LEAST_TORCH_ROWS
     if way == "int8 hopper":
         return setting.is_hopper
     return way != "fp8 mm" or rows > MOST_ROWS
+
+
+def _has_gluon() -> bool:
+    import triton
+
+    from tailrace.kernels.linear.int4_linear import has_hopper_kernel
+
+    return has_hopper_kernel((9, 0), triton.__version__)
 
 
 # Comparison
@@ -625,7 +633,7 @@ def measure(
     return found
 
 
-def compile_way(way: str, device: str, has_bias: bool) -> None:
+def compile_way(way: str, device: str, has_bias: bool, classes: tuple[int, ...]) -> None:
     """Fill Triton's cache on disk with a way's kernels of few rows; in a process of its own."""
     import torch
 
@@ -635,7 +643,7 @@ def compile_way(way: str, device: str, has_bias: bool) -> None:
         weight = torch.zeros(outputs, inputs, device=device)
         bias = torch.zeros(outputs, device=device) if has_bias else None
         made = make(way, setting, weight, bias, 1)
-        for rows in (1, 17, 33, 65, 129, 257):
+        for rows in classes:
             if takes(way, rows, setting):
                 for _ in made.shapes(way, rows):
                     made.products[0](torch.zeros(rows, inputs, dtype=setting.dtype, device=device))
@@ -647,14 +655,17 @@ def compile_all(setting: Setting) -> None:
         return
     begun = time.monotonic()
     context = multiprocessing.get_context("spawn")
+    usual = ((1, 17, 33, 65, 129, 257),)
     with ProcessPoolExecutor(len(COMPILED) * 2, mp_context=context) as pool:
         jobs = [
-            pool.submit(compile_way, way, setting.device, has_bias)
+            pool.submit(compile_way, way, setting.device, has_bias, classes)
             for way in COMPILED
             if any(asked.split()[0] == way.split()[0] for asked in setting.ways)
             if "few" not in way or any("few" in asked for asked in setting.ways)
             if "hopper" not in way or any(asked in BY_HOPPER for asked in setting.ways)
             for has_bias in (False, True)
+            # Of the one there are many shapes in each class.
+            for classes in (((1,), (17,), (33,), (65,)) if way in BY_HOPPER else usual)
         ]
         for job in jobs:
             job.result()
@@ -981,7 +992,8 @@ def main() -> None:
     chosen.add_argument("--plan", type=Path)
     chosen.add_argument("--int4", default="", metavar="NAME", help="a shape for 4-bit layers")
     parser.add_argument("--only-check", action="store_true")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    usual = [way for way in WAYS if way not in BY_HOPPER]
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=usual)
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
