@@ -310,7 +310,7 @@ def time_all(right: set[tuple[int, int]], head_dim: int, *, is_float8: bool) -> 
         flash = None
     heads = HEADS[head_dim][0]
     shapes = [
-        *prefill_candidates(head_dim, CAPABILITY, is_float8=is_float8),
+        *prefill_candidates(head_dim, CAPABILITY),
         *(s for index, s in enumerate(CANDIDATES[head_dim]) if (head_dim, index) in right),
     ]
     table = []
@@ -318,8 +318,6 @@ def time_all(right: set[tuple[int, int]], head_dim: int, *, is_float8: bool) -> 
         is_framed = name.startswith("frame")
         problem = Problem(chunks, 8, head_dim, torch.bfloat16, is_float8, is_framed=is_framed)
         times = {told(shape): time_ms(problem.call(shape)) for shape in shapes}
-        if is_float8:
-            times["widening alone"] = time_ms(problem.widening)
         if flash and not is_framed and all(rows == keys for rows, keys in chunks):
             times[flash[0]] = time_ms(flash_call(problem, len(chunks), flash[1]))
         pairs = sum(rows * (keys - rows) + rows * (rows + 1) / 2 for rows, keys in chunks)
@@ -327,6 +325,9 @@ def time_all(right: set[tuple[int, int]], head_dim: int, *, is_float8: bool) -> 
         for label, ms in times.items():
             rate = 4 * head_dim * heads * pairs / ms / 1e9
             print(f"  {label:<44} {ms:8.3f} ms {rate:5.0f} TFLOP/s", flush=True)
+        if is_float8:
+            times["widening alone"] = time_ms(problem.widening)
+            print(f"  {'widening alone':<44} {times['widening alone']:8.3f} ms", flush=True)
         longest = max(keys for _, keys in chunks)
         bound = next(bound for bound in BOUNDS if longest < bound)
         usual = told(problem.usual)
