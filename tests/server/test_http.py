@@ -193,6 +193,22 @@ def test_work_on_a_whole_body_ends_with_the_connection():
     run(main())
 
 
+def test_a_requests_end_leaves_the_next_ones_watch_alone():
+    """An answer is complete before its request has ended; the next one runs by then."""
+
+    async def main():
+        first, second = Exchange("POST", incoming=[BODY]), Exchange("POST", incoming=[BODY])
+        second.request._when_left = first._when_left  # one connection
+        await first.request.body()
+        await first.request.send_json(200, {})
+        await second.request.body()
+        watch = first.left
+        first.request.end()
+        assert first.left is watch is not None
+
+    run(main())
+
+
 @pytest.mark.parametrize("then", ["answer", "end", "looks_itself"])
 def test_nothing_is_ended_that_is_answered_or_looks_itself(then):
     async def main():

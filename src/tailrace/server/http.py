@@ -93,6 +93,7 @@ class Request:
         self._when_left: Callable[[Callable[[], None] | None], None] = extensions.get(
             LEFT_EXTENSION, {}
         ).get("call", _forgotten)
+        self._is_ended_when_left = False
         self.was_left = False
         arrival_s = extensions.get(ARRIVAL_EXTENSION, {}).get("at_s")
         self.timeline = Timeline(monotonic() if arrival_s is None else arrival_s)
@@ -159,10 +160,13 @@ class Request:
                 task.cancel()
 
         self._when_left(left)
+        self._is_ended_when_left = True
 
     def looks_itself(self) -> None:
-        """Say that the caller sees to the client's end, by `disconnected`."""
-        self._when_left(None)
+        """Say that the caller sees to the client's end, by `disconnected`, or need not."""
+        if self._is_ended_when_left:  # else the connection may ask for its next request by now
+            self._is_ended_when_left = False
+            self._when_left(None)
 
     async def disconnected(self) -> None:
         """Wait until the client is gone (or the answer complete)."""
@@ -251,7 +255,7 @@ class Request:
 
     def end(self) -> None:
         """Say that nothing more is sent: who asked is told, once the kernel has all of it."""
-        self._when_left(None)
+        self.looks_itself()
         told = self._at_end
         if told is None:
             return
@@ -275,7 +279,7 @@ class Request:
             self.timeline.send_ended()
 
     async def _start(self, status: int, headers: list[Header]) -> None:
-        self._when_left(None)
+        self.looks_itself()
         self.is_answered = True
         self.status = status
         self.timeline.enter("emit")
