@@ -1,3 +1,4 @@
+import gc
 from concurrent.futures import Future
 
 import msgspec
@@ -131,3 +132,20 @@ def test_phases_are_marked_and_a_tokenizer_read_elsewhere_is_taken(tmp_path):
     here = setup.load(config, folder).grammars
     assert here is not None
     assert here is not loaded.grammars
+
+
+def test_what_is_imported_is_not_looked_through_for_garbage_and_collecting_goes_on():
+    def cannot():
+        assert not gc.isenabled()
+        raise ImportError
+
+    with pytest.raises(ImportError), setup._collecting_nothing():
+        cannot()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with setup._collecting_nothing():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
