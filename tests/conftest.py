@@ -70,10 +70,15 @@ def _leaves_the_process_as_it_was():
 
 
 @pytest.fixture(scope="session")
-def smollm2_folder(tmp_path_factory) -> Path:
-    """The embedded model, converted by this code and not by what the user ran before."""
+def smollm2_folder(tmp_path_factory, pytestconfig) -> Path:
+    """The embedded model, converted by this code and not by what the user ran before.
+
+    Once for all workers: who comes while one of them converts it waits, as servers do.
+    """
     from tailrace.models import gguf  # noqa: PLC0415 - few tests want it
 
+    own = tmp_path_factory.getbasetemp()
+    run = own.parent if hasattr(pytestconfig, "workerinput") else own
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TAILRACE_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("TAILRACE_CACHE_DIR", str(run / "converted"))
         return gguf.resolve("smollm2")
