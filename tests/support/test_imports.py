@@ -18,7 +18,7 @@ def test_workers_begin_apart_and_import_the_same(request):
 
 
 def test_a_module_has_the_name_that_pytest_gives_it():
-    assert [name for name, module in sys.modules.items() if module.__dict__ is globals()] == [
+    assert [name for name, module in [*sys.modules.items()] if module.__dict__ is globals()] == [
         "tests.support.test_imports"
     ]
 

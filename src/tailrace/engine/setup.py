@@ -214,7 +214,7 @@ def _load_on_gpu(
 
 @contextmanager
 def _collecting_nothing() -> Iterator[None]:
-    """Import in peace: modules stay, and looking among them for garbage takes a tenth as long."""
+    """Import in peace: modules stay, and the search for garbage was a tenth of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
