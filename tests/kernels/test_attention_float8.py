@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import triton.language as tl
 
 from tailrace.errors import EngineError
 from tailrace.kernels.linear.float8 import FLOAT8
-from tailrace.kernels.paged_attention import triton_decode, triton_prefill
+from tailrace.kernels.paged_attention import triton_decode, triton_float8, triton_prefill
 from tailrace.kernels.paged_attention.device_batch import cut_tiles
 from tailrace.kernels.paged_attention.triton_decode import DecodeScratch, DecodeShape
 from tailrace.kernels.paged_attention.triton_float8 import (
@@ -35,8 +36,9 @@ IN_FLOAT16 = pytest.mark.parametrize("by", [Reading.FLOAT16, Reading.PAIRS], ids
 
 
 @pytest.fixture(autouse=True)
-def _half_precision(request):
-    """Float8 is served beside half precision alone."""
+def _half_precision(request, monkeypatch):
+    """Float8 is served beside half precision alone; here GPUs read it as they may come to."""
+    monkeypatch.setattr(triton_float8, "SERVES", True)
     if "on_triton" in request.fixturenames:
         on_triton = request.getfixturevalue("on_triton")
         if on_triton.kernels.dtype == torch.float32 or on_triton.kernels.capability < (8, 9):
@@ -199,6 +201,17 @@ def test_weights_below_what_float16_holds_of_one_still_count(on_triton, rows, by
     assert 1e-7 < float(expected.max()) < 1e-5
     # Beside what the output's own dtype rounds, subnormal in float16.
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=2.0**-24)
+
+
+def test_no_gpu_reads_so_before_one_was_seen_to(monkeypatch):
+    cache = torch.zeros(4, 8, 2, 64).to(FLOAT8)
+    k, v = cache.permute(0, 2, 3, 1), cache.permute(0, 2, 1, 3)
+    on_gpu = SimpleNamespace(dtype=torch.bfloat16, is_cuda=True, shape=(1, 2, 64))
+    monkeypatch.setattr(triton_float8, "SERVES", False)
+    assert reading(on_gpu, k, v) == Reading.AS_Q
+    assert reading(on_gpu, k, v, asked=Reading.PAIRS) == Reading.PAIRS
+    monkeypatch.setattr(triton_float8, "SERVES", True)
+    assert reading(on_gpu, k, v) == Reading.PAIRS
 
 
 def test_pairs_are_read_where_two_dimensions_lie_side_by_side(on_triton):

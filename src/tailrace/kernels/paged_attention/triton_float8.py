@@ -37,6 +37,10 @@ from tailrace.kernels.linear.float8 import FLOAT8
 if TYPE_CHECKING:
     from torch import Tensor
 
+SERVES = False
+"""Whether GPUs read so: not until one has been seen to (benchmarks/gpu_attention.py compares and
+times). Until then they widen to q's dtype, which was seen right on an H200."""
+
 RAISED: tl.constexpr = tl.constexpr(15.0)
 """Powers of two by which weights in float16 are larger than those of the softmax."""
 
@@ -73,7 +77,7 @@ def reading(
     from_shared: bool = False,
     asked: Reading | None = None,
 ) -> Reading:
-    """Return the best reading of a cache, whose addresses may forbid pairs; or the one asked for.
+    """Return how a cache is read: as asked, or in the best way that its addresses allow, if any.
 
     Args:
         q: [..., D]; in float32, which no GPU serves, a float8 cache is widened to that.
@@ -94,7 +98,7 @@ def reading(
                 f"it has fewer than {_LEAST_PAIRED}"
             )
         return asked
-    if k_cache.dtype != FLOAT8 or q.dtype == torch.float32:
+    if k_cache.dtype != FLOAT8 or q.dtype == torch.float32 or (q.is_cuda and not SERVES):
         return Reading.AS_Q
     is_plain = from_shared and q.shape[-1] <= _MOST_PLAIN
     return Reading.PAIRS if has_pairs(k_cache, v_cache) and not is_plain else Reading.FLOAT16
