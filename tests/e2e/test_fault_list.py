@@ -140,8 +140,11 @@ def stops_reading_its_stream(server: LocalServer) -> None:
 
 def stops_reading_a_whole_answer(server: LocalServer) -> None:
     with connected(server, small_buffer=True) as connection:
+        made = "tailrace:generation_tokens_total"
+        before = metric(server.url, made)
         connection.sendall(request(max_tokens=500, logprobs=20))
-        runs(server)
+        # Not that it runs: it may be done before anybody has looked.
+        wait_until(lambda: metric(server.url, made) >= before + 500, "its tokens are made")
         wait_until(lambda: load(server.url)[0] == 0, "it is done")
 
 
