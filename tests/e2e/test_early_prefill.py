@@ -140,11 +140,12 @@ def test_what_was_computed_early_is_used_or_counted_as_dropped(served, path):
         wait_until(lambda: holds_early_kv(served), "the prompt is computed while it arrives")
         connection.sendall(body[-150:])
         assert answer_of(connection)[0] == 200
-    wait_until(lambda: early_tokens(served, USED) > used + 100, "it was used")
+    # How much of it: as much as was computed when the rest came, on a machine that is busy little.
+    wait_until(lambda: early_tokens(served, USED) > used, "it was used")
     assert early_tokens(served, DROPPED) == dropped
     with begun(served, path, body, len(body) - 150):
         wait_until(lambda: holds_early_kv(served), "the prompt is computed while it arrives")
-    wait_until(lambda: early_tokens(served, DROPPED) > dropped + 100, "it was dropped")
+    wait_until(lambda: early_tokens(served, DROPPED) > dropped, "it was dropped")
     assert_baseline(served)
 
 
