@@ -9,6 +9,7 @@ import torch
 from tailrace.config import EngineConfig
 from tailrace.engine import setup
 from tailrace.engine.block_manager import BlockManager
+from tailrace.engine.garbage import collecting_nothing
 from tailrace.engine.host_kv import HostKv
 from tailrace.engine.start_times import StartTimes
 from tailrace.errors import ConfigError
@@ -139,12 +140,12 @@ def test_what_is_imported_is_not_looked_through_for_garbage_and_collecting_goes_
         assert not gc.isenabled()
         raise ImportError
 
-    with pytest.raises(ImportError), setup._collecting_nothing():
+    with pytest.raises(ImportError), collecting_nothing():
         cannot()
     assert gc.isenabled()
     gc.disable()
     try:
-        with setup._collecting_nothing():
+        with collecting_nothing():
             assert not gc.isenabled()
         assert not gc.isenabled()
     finally:

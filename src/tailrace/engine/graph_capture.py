@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from tailrace.engine.garbage import collecting_nothing
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -26,13 +28,8 @@ def quietly() -> Iterator[None]:
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.empty_cache()
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
+    with collecting_nothing():
         yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def captured(run: Callable[[], T], stream: torch.cuda.Stream, pool: Any) -> tuple[Any, T]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,6 +13,7 @@ import structlog
 from tailrace.clock import monotonic
 from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.engine import Engine
+from tailrace.engine.garbage import collecting_nothing
 from tailrace.engine.gate import Gate
 from tailrace.engine.late_binding import LateBinding
 from tailrace.engine.pace import LEAST_SHARE, Pace
@@ -29,7 +28,7 @@ from tailrace.text.grammar import GrammarCompiler
 from tailrace.types import EngineReady, EngineRequest, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -127,7 +126,7 @@ def load(
     if config.gpus:
         return _load_on_gpu(config, folder, times, grammars)
     # torch comes with these, and is imported on this thread; see `pin_threads`.
-    with _collecting_nothing():
+    with collecting_nothing():
         from tailrace.engine.runner import Runner, kv_bytes_per_token  # noqa: PLC0415
         from tailrace.engine.sampler import Sampler  # noqa: PLC0415
         from tailrace.kernels.select import select  # noqa: PLC0415
@@ -186,7 +185,7 @@ def _load_on_gpu(
     grammars: Future[GrammarCompiler] | None,
 ) -> Loaded:
     # Triton is imported with these: a CPU build of torch has none.
-    with _collecting_nothing():
+    with collecting_nothing():
         from tailrace.engine.cuda_setup import load_runner  # noqa: PLC0415
 
     times.mark("import")
@@ -210,18 +209,6 @@ def _load_on_gpu(
         grammars=compiler,
         prompts_apart=runner.prefill_weights != "same",
     )
-
-
-@contextmanager
-def _collecting_nothing() -> Iterator[None]:
-    """Import in peace: modules stay, and the search for garbage was a tenth of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def describe_kv(num_tokens: int, context: int, bytes_per_token: int) -> str:
