@@ -173,6 +173,42 @@ def test_a_gpus_kernels_are_compared_over_their_own_caches(tmp_path):
     assert found.divergence == pytest.approx(expected.divergence, rel=1e-3)
 
 
+def test_4_bits_rounded_to_fp8_are_held_to_the_4_bits(tmp_path, source):
+    folder = write_quantized(source, tmp_path / "q", awq(32))
+    asked = config(folder, quant_type="fp8", dtype="float32")
+    report = check_accuracy(asked, TEXT, positions=500)
+    assert report.served.endswith("; read from awq, 4 bits in groups of 32, rounded to FP8")
+    assert report.reference.endswith("; read from awq, 4 bits in groups of 32")
+    assert 0 < report.first.divergence < 0.05
+    stands_for = check_accuracy(asked, TEXT, positions=500, against=str(plain_beside(folder)))
+    assert stands_for.readings == report.readings
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_on_a_gpu_too_with_every_row_rounded(tmp_path, monkeypatch):
+    """In the interpreter: one copy in FP8 serves both readings, the reference has the 4 bits."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from tailrace.engine import cuda_setup  # noqa: PLC0415
+
+    exact_float8(monkeypatch)
+    monkeypatch.setattr(cuda_setup, "load_device", lambda _: torch.device("cpu"))
+    source = make_tiny_checkpoint(tmp_path / "source", num_hidden_layers=1)
+    folder = write_quantized(source, tmp_path / "q", awq(32))
+    settings = {"gpus": (0,), "dtype": "float16", "fp8_activations": "all"}
+    with pytest.raises(ConfigError, match="no layer multiplies in FP8"):
+        check_accuracy(config(folder, **settings), TEXT, positions=80)
+    asked = config(folder, quant_type="fp8", prefill_weights="same", **settings)
+    report = check_accuracy(asked, TEXT, positions=80)
+    assert "FP8 by channel" in report.served
+    assert "4 bits in groups of 32, rounded to FP8" in report.served
+    assert "rounded" not in report.reference
+    assert all(0.0 < found.divergence < 0.05 for found in report.readings)
+    assert report.numerics.weights == "rounded to FP8"
+    with pytest.raises(ConfigError, match="has rounded the checkpoint's 4 bits to FP8"):
+        check_accuracy(replace(asked, prefill_weights="fp8"), TEXT, positions=80)
+
+
 @pytest.mark.parametrize(
     ("tokens", "positions", "sizes"),
     [

@@ -71,10 +71,10 @@ def make_folder(path, stored, **sizes):
     return folder
 
 
-def loaded(folder, kernels=None, dtype="float32"):
+def loaded(folder, kernels=None, dtype="float32", **options):
     kernels = kernels or TritonKernels(CPU, dtype)
-    dummy = load_model(folder, dtype=dtype, kernels=kernels, load_format="dummy", seed=3)
-    return kernels, dummy
+    options |= {"load_format": "dummy", "seed": 3}
+    return kernels, load_model(folder, dtype=dtype, kernels=kernels, **options)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_auto_leaves_out_what_the_gpu_or_the_sizes_do_not_allow(folders):
         choose("fp8", kernels, model, Known())
     kernels = TritonKernels(CPU, "float32")
     layer = kernels.pack_linear(quantize_groups(torch.randn(40, 64), 64), None, "float32")
-    odd = SimpleNamespace(layer_linears=[layer])
+    odd = SimpleNamespace(layer_linears=[layer], config=SimpleNamespace(quantization=None))
     assert choose("auto", kernels, odd, knowing(finding())).name == "bf16"
     with pytest.raises(ConfigError, match="40 outputs .* multiples of 16; use auto or same"):
         choose("fp8", kernels, odd, Known())
@@ -174,6 +174,16 @@ def test_a_copy_that_is_asked_for_is_made_whatever_was_measured(folders):
 def test_weights_in_float8_have_no_other_copy(folders, asked):
     with pytest.raises(ConfigError, match=f"--prefill-weights {asked}: .*in FP8.*use auto or same"):
         chosen(folders, "fp8", asked)
+
+
+@pytest.mark.parametrize("asked", list(FORMATS))
+def test_4_bits_that_were_rounded_to_float8_have_no_copy(folders, asked):
+    kernels = TritonKernels(CPU, "float32")
+    model = loaded(folders["4 bits"], kernels, quant_type="fp8")[1]
+    for gives_none in ("auto", "same"):
+        assert choose(gives_none, kernels, model, knowing(finding())).format is None
+    with pytest.raises(ConfigError, match=f"weights {asked}: --quant-type fp8 .* 4 bits to FP8"):
+        choose(asked, kernels, model, Known())
 
 
 def test_half_precision_of_half_precision_is_one_copy(folders):

@@ -40,9 +40,10 @@ def _interpreter(monkeypatch):
         yield
 
 
-def loaded(folder, kernels):
+def loaded(folder, kernels, quant_type="auto"):
     """Return a model of seeded weights, rounded to the format that config.json names."""
-    return load_model(folder, dtype="float32", kernels=kernels, load_format="dummy", seed=3)
+    options = {"load_format": "dummy", "quant_type": quant_type, "seed": 3}
+    return load_model(folder, dtype="float32", kernels=kernels, **options)
 
 
 def folder_of(path, name):
@@ -68,9 +69,10 @@ def test_quantised_layers_give_the_tokens_of_the_weights_they_stand_for(name, tm
     assert found[0] == found[1]
 
 
-def test_with_all_rows_rounded_tokens_are_the_same_alone_and_in_company(tmp_path):
+@pytest.mark.parametrize(("name", "quant_type"), [("fp8 blocks", "auto"), ("awq", "fp8")])
+def test_with_all_rows_rounded_tokens_are_the_same_alone_and_in_company(name, quant_type, tmp_path):
     kernels = TritonKernels(CPU, "float32", rounds_all=True)
-    model = loaded(folder_of(tmp_path, "fp8 blocks"), kernels)
+    model = loaded(folder_of(tmp_path, name), kernels, quant_type)
     check_fp8_activations(ROUNDS_ALL, model)
     requests = make_requests(temperature=0.0)[1:4]
     together = generate(make_runner(model, kernels), requests)

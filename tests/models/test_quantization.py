@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,9 +7,11 @@ from tailrace.errors import ModelError
 from tailrace.models.quantization import (
     ONLINE_FLOAT8,
     AwqInt4,
+    Float8OfInt4,
     PackedInt4,
     RoundedFloat8,
     RoundedInt4,
+    Rule,
     StoredFloat8,
     chosen,
     read_quantization,
@@ -193,7 +196,7 @@ def test_quant_type_takes_what_the_checkpoint_says_and_rounds_plain_weights(aske
     [
         ("none", AWQ, "says quant_method 'awq'; use auto"),
         ("awq", PACKED, "says quant_method 'compressed-tensors'"),
-        ("fp8", PACKED, "says quant_method 'compressed-tensors'"),
+        ("awq", FP8, "says quant_method 'compressed-tensors'"),
         ("awq", None, "tailrace quantize"),
         ("fp9", None, "did you mean 'fp8'"),
     ],
@@ -201,6 +204,36 @@ def test_quant_type_takes_what_the_checkpoint_says_and_rounds_plain_weights(aske
 def test_another_format_than_asked_for_is_an_error(asked, found, message):
     with pytest.raises(ModelError, match=message):
         chosen(asked, found, FILE)
+
+
+@pytest.mark.parametrize("found", [AWQ, PACKED], ids=["awq", "packed"])
+def test_4_bits_are_read_as_they_are_stored_and_rounded_where_fp8_is_asked_for(found):
+    held = chosen("fp8", found, FILE)
+    assert held.layout_of(UP) == Float8OfInt4(found.layout_of(UP))
+    assert held.layout_of("lm_head") is None
+    assert held.describe() == f"{found.describe()}, rounded to FP8"
+
+
+def test_layers_that_a_4_bit_checkpoint_leaves_plain_are_rounded_too_but_not_the_head():
+    held = chosen("fp8", stored(awq(64, modules_to_not_convert=["up_proj"])), FILE)
+    assert held.layout_of(UP) == RoundedFloat8("channel")
+    assert held.layout_of("lm_head") is None
+    whole = chosen("fp8", read_quantization(edited(FOUR, ignore=[]), FILE), FILE)
+    assert isinstance(whole.layout_of("lm_head"), PackedInt4)
+
+
+def test_of_a_checkpoint_in_both_formats_the_4_bits_are_rounded():
+    both = replace(FP8, rules=(Rule(("re:.*mlp.*",), PACKED.rules[0].layout), *FP8.rules))
+    held = chosen("fp8", both, FILE)
+    assert isinstance(held.layout_of(UP), Float8OfInt4)
+    assert held.layout_of(UP.replace("mlp.up", "self_attn.o")) == FP8.rules[0].layout
+
+
+def test_dummies_of_4_bits_are_rounded_once():
+    held = chosen("fp8", AWQ, FILE).rounded()
+    assert held.layout_of(UP) == RoundedFloat8("channel")
+    assert held.layout_of("lm_head") is None
+    assert held.describe() == "awq, FP8 with a scale a channel (rounded here)"
 
 
 def test_dummies_are_rounded_to_the_checkpoints_formats():

@@ -11,12 +11,13 @@ from tailrace.kernels.linear.float8 import Float8Weight, quantize_blocks, quanti
 from tailrace.kernels.linear.int4 import GroupInt4, quantize_groups
 from tailrace.kernels.linear.weight import format_of, plain
 from tailrace.kernels.select import select
+from tailrace.models import weight_reader
 from tailrace.models.checkpoint import Checkpoint
 from tailrace.models.config import load_config
 from tailrace.models.int4_packing import pack_words
 from tailrace.models.loader import describe_weights, load_model
-from tailrace.models.quantization import PackedInt4
-from tailrace.models.weight_reader import WeightReader, stack
+from tailrace.models.quantization import PackedInt4, chosen
+from tailrace.models.weight_reader import WeightReader, float8_of_int4, stack
 from tests.models.paged import PagedRun
 from tests.support.quantized import (
     FLOAT8,
@@ -52,8 +53,9 @@ def edit(folder, change):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def read(folder, module=DOWN, outputs=OUTPUTS, inputs=INPUTS):
-    layout = load_config(folder).quantization.layout_of(module)
+def read(folder, module=DOWN, outputs=OUTPUTS, inputs=INPUTS, quant_type="auto"):
+    file = folder / "config.json"
+    layout = chosen(quant_type, load_config(folder).quantization, file).layout_of(module)
     return WeightReader(Checkpoint(folder), CPU).read(module, layout, outputs, inputs)
 
 
@@ -251,6 +253,83 @@ def test_plain_weights_are_rounded_to_fp8_where_asked(tmp_path):
             tensors[name] = plain(quantize_channels(value))
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     assert torch.equal(got, logits(source))
+
+
+def same_float8(found, expected):
+    assert isinstance(found, Float8Weight)
+    assert found.scheme == expected.scheme
+    assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
+    assert torch.equal(found.scales, expected.scales)
+
+
+FOUR_BITS = [name for name in TINY_FORMATS if name.startswith(("awq", "packed"))]
+
+
+@pytest.mark.parametrize("name", FOUR_BITS)
+def test_4_bits_become_fp8_by_way_of_their_values(tmp_path, name):
+    folder = write(tmp_path, TINY_FORMATS[name](), "qwen2")
+    values = load_file(plain_beside(folder) / "model.safetensors")[f"{DOWN}.weight"]
+    same_float8(read(folder, quant_type="fp8"), quantize_channels(values))
+    got = logits(folder, quant_type="fp8")
+    assert torch.equal(got, logits(plain_beside(folder), quant_type="fp8"))
+    assert not torch.equal(got, logits(folder))
+
+
+@pytest.mark.parametrize("outputs", [1, 7, 24])
+def test_a_weight_is_rounded_in_bands_as_if_it_were_whole(monkeypatch, outputs):
+    monkeypatch.setattr(weight_reader, "_BAND_VALUES", 7 * 64)
+    weight = quantize_groups(torch.randn(outputs, 64), 32)
+    same_float8(float8_of_int4(weight), quantize_channels(plain(weight)))
+
+
+def test_a_band_is_an_output_where_there_are_many_inputs(monkeypatch):
+    monkeypatch.setattr(weight_reader, "_BAND_VALUES", 5)
+    weight = quantize_groups(torch.randn(3, 64), 64)
+    same_float8(float8_of_int4(weight), quantize_channels(plain(weight)))
+
+
+@pytest.mark.parametrize("form", [awq(32), packed(32, symmetric=True)], ids=["awq", "packed"])
+def test_every_layer_is_packed_in_fp8_and_the_head_plain(tmp_path, monkeypatch, form):
+    """q, k and v are stacked in FP8; what the checkpoint leaves plain is rounded like them."""
+    folder = write(tmp_path, form, plain=(DOWN,))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= {"modules_to_not_convert": ["down_proj"]}
+    config["quantization_config"] |= {"ignore": ["lm_head", DOWN]}
+    write_json(folder / "config.json", config)
+    values = load_file(plain_beside(folder) / "model.safetensors")
+    kernels, packed_weights = select("torch", 1), []
+    pack = type(kernels).pack_linear
+
+    def recording(self, weight, *rest):
+        packed_weights.append(weight)
+        return pack(self, weight, *rest)
+
+    monkeypatch.setattr(type(kernels), "pack_linear", recording)
+    model = load_model(folder, dtype="float16", kernels=kernels, quant_type="fp8")
+    head, *layers = packed_weights
+    parts = [("q", "k", "v"), ("o",), ("gate", "up"), ("down",)]
+    assert len(layers) == len(parts)
+    for found, names in zip(layers, parts, strict=True):
+        whole = torch.cat(
+            [value for part in names for name, value in values.items() if f".{part}_proj.w" in name]
+        )
+        same_float8(found, quantize_channels(whole))
+    assert isinstance(head, torch.Tensor)
+    said = "4 bits in groups of 32, rounded to FP8"
+    assert describe_weights(model).endswith(f"; read from {form.config['quant_method']}, {said}")
+
+
+@pytest.mark.parametrize("name", ["compressed-channel", "fp8-block"])
+def test_fp8_checkpoints_are_what_they_were_where_fp8_is_asked_for(tmp_path, name):
+    folder = write(tmp_path, TINY_FORMATS[name]())
+    assert torch.equal(logits(folder, quant_type="fp8"), logits(folder))
+
+
+def test_dummies_of_4_bits_in_fp8_are_those_of_a_plain_config(tmp_path):
+    folder = write(tmp_path, awq(32))
+    (folder / "model.safetensors").unlink()
+    dummies = {"load_format": "dummy", "seed": 3, "quant_type": "fp8"}
+    assert torch.equal(logits(folder, **dummies), logits(plain_beside(folder), **dummies))
 
 
 def take(name):

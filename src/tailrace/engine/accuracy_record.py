@@ -59,7 +59,7 @@ class Numerics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Words
     """Of activations."""
     weights: Words
-    """How plain weights are kept: `--quant-type fp8` rounds them."""
+    """How weights that the checkpoint has not in FP8 are kept: `--quant-type fp8` rounds them."""
     fp8_activations: Words
     kv_dtype: Words
     capability: Words

@@ -109,6 +109,13 @@ def _asked_for(
     known: Known,
 ) -> Choice:
     form = FORMATS[asked]
+    held = model.config.quantization
+    if held is not None and held.to_float8:
+        raise ConfigError(
+            f"--prefill-weights {asked}: --quant-type fp8 has rounded the checkpoint's 4 bits to "
+            "FP8, and one copy in FP8 serves prompts and decodes; use auto or same, or leave "
+            "--quant-type out, so that decodes keep the 4 bits beside a copy for prompts"
+        )
     if "4 bits" not in kinds:
         if "in FP8" in kinds:
             raise ConfigError(

@@ -52,8 +52,8 @@ def load_model(
             where bfloat16 matrices take them.
         kernels: Run the model, and pack its weights to their liking.
         load_format: "auto" reads safetensors; "dummy" needs config.json alone.
-        quant_type: "auto" reads weights as the checkpoint says; "fp8" also rounds plain ones; see
-            `quantization.chosen`.
+        quant_type: "auto" reads weights as the checkpoint says; "fp8" also rounds plain ones, and
+            those in 4 bits; see `quantization.chosen`.
         seed: Of dummy weights.
 
     Raises:

@@ -7,6 +7,9 @@ Three families of checkpoints are read, told apart by `quant_method`:
                         each for the layers that `config_groups` name
     fp8                 FP8 with one scale, or a scale for each 128 x 128 block (`weight_scale_inv`)
 
+`--quant-type fp8` makes FP8 of what is not: of plain weights, and of 4 bits by way of the values
+that they stand for. FP8 checkpoints stay as they are.
+
 A layout is plain data; `weight_reader` reads by it. Whatever else a config asks for is refused
 here, before any tensor is touched: a checkpoint read by the wrong rule gives fluent nonsense.
 """
@@ -75,7 +78,14 @@ class RoundedFloat8:
     grain: Float8Grain
 
 
-Layout = AwqInt4 | PackedInt4 | StoredFloat8 | RoundedInt4 | RoundedFloat8
+@dataclass(frozen=True)
+class Float8OfInt4:
+    """4 bits whose values are rounded to FP8 at load, a scale for each output."""
+
+    stored: AwqInt4 | PackedInt4
+
+
+Layout = AwqInt4 | PackedInt4 | StoredFloat8 | RoundedInt4 | RoundedFloat8 | Float8OfInt4
 
 
 @dataclass(frozen=True)
@@ -97,9 +107,15 @@ class Quantization:
     """The first whose targets name a layer counts."""
     plain: tuple[str, ...] = ()
     """Layers that are not quantised, named like targets."""
+    to_float8: bool = False
+    """Whether layers that are not in FP8 are rounded to it at load, all but the head."""
 
     def layout_of(self, module: str) -> Layout | None:
-        """Return the layout of a layer such as "model.layers.0.mlp.down_proj"; None is plain."""
+        """Return how a layer such as "model.layers.0.mlp.down_proj" is read; None is plain."""
+        stored = self._stored_layout(module)
+        return _float8_of(stored) if self.to_float8 and module != HEAD else stored
+
+    def _stored_layout(self, module: str) -> Layout | None:
         if any(_names(target, module) for target in self.plain):
             return None
         for rule in self.rules:
@@ -108,8 +124,11 @@ class Quantization:
         return None
 
     def describe(self) -> str:
-        """Say it in a few words, such as "awq, 4 bits in groups of 64"."""
-        kinds = list(dict.fromkeys(_in_words(rule.layout) for rule in self.rules))
+        """Say it in a few words, such as "awq, 4 bits in groups of 64, rounded to FP8"."""
+        layouts = [rule.layout for rule in self.rules]
+        if self.to_float8:
+            layouts = [_float8_of(layout) for layout in layouts]
+        kinds = list(dict.fromkeys(map(_in_words, layouts)))
         return f"{self.method}, {' and '.join(kinds)}"
 
     @property
@@ -123,9 +142,10 @@ class Quantization:
         return replace(self, rules=rules)
 
 
-ONLINE_FLOAT8 = Quantization(
-    "fp8", (Rule(("Linear",), RoundedFloat8("channel")),), plain=("lm_head",)
-)
+HEAD = "lm_head"
+"""The layer that gives logits: it stays as the checkpoint has it, whatever --quant-type rounds."""
+
+ONLINE_FLOAT8 = Quantization("fp8", (Rule(("Linear",), RoundedFloat8("channel")),), plain=(HEAD,))
 """Plain weights rounded to FP8 at load, a scale for each output; the head stays as it is."""
 
 
@@ -156,7 +176,9 @@ def chosen(quant_type: str, stored: Quantization | None, file: Path) -> Quantiza
             f"--quant-type {quant_type}: {file} has no quantization_config, so its weights are "
             "plain; `tailrace quantize` makes such a checkpoint"
         )
-    if quant_type == stored.method or (quant_type == "fp8" and stored.is_float8):
+    if quant_type == "fp8":
+        return stored if stored.is_float8 else replace(stored, to_float8=True)
+    if quant_type == stored.method:
         return stored
     raise ModelError(
         f"--quant-type {quant_type}: {file} says quant_method {stored.method!r}; use auto"
@@ -393,7 +415,7 @@ def _parts(names: list[str] | None) -> tuple[str, ...]:
     A name there means that module and all below it, wherever in the tree it hangs.
     """
     inner = [rf"re:(.*\.)?{re.escape(name.strip('.'))}(\..*)?$" for name in names or []]
-    return ("lm_head", *inner)
+    return (HEAD, *inner)
 
 
 def _breadth(target: str) -> int:
@@ -414,7 +436,19 @@ def _rounded(layout: Layout) -> Layout:
     return layout
 
 
+def _float8_of(stored: Layout | None) -> Layout:
+    """Return how a layer is read that is to be in FP8."""
+    if isinstance(stored, AwqInt4 | PackedInt4):
+        return Float8OfInt4(stored)
+    if stored is None or isinstance(stored, RoundedInt4):
+        # Dummies are plain: they are rounded once.
+        return RoundedFloat8("channel")
+    return stored
+
+
 def _in_words(layout: Layout) -> str:
+    if isinstance(layout, Float8OfInt4):
+        return f"{_in_words(layout.stored)}, rounded to FP8"
     if isinstance(layout, StoredFloat8 | RoundedFloat8):
         words = f"FP8 with a scale a {layout.grain.replace('block128', 'block')}"
     else:

@@ -26,6 +26,7 @@ from tailrace.kernels.linear.weight import plain
 from tailrace.models.int4_packing import PER_WORD, pack_pairs, unpack_awq, unpack_words
 from tailrace.models.quantization import (
     AwqInt4,
+    Float8OfInt4,
     Layout,
     PackedInt4,
     RoundedFloat8,
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _MIDDLE = 8
 """The zero point of symmetric 4-bit codes."""
+_BAND_VALUES = 1 << 24
+"""Unpacked at once where 4 bits become FP8: 64 MiB in float32."""
 
 
 class TensorSource(Protocol):
@@ -83,11 +86,8 @@ class WeightReader:
         match layout:
             case None:
                 return self.source.take(f"{module}.weight", (outputs, inputs))
-            case AwqInt4(group):
-                return self._awq(module, _whole(group, inputs), outputs, inputs)
-            case PackedInt4(group, symmetric):
-                size = _whole(group, inputs)
-                return self._packed(module, size, outputs, inputs, symmetric=symmetric)
+            case AwqInt4() | PackedInt4():
+                return self._int4(module, layout, outputs, inputs)
             case StoredFloat8():
                 return self._float8(module, layout, outputs, inputs)
             case RoundedInt4(group):
@@ -97,6 +97,16 @@ class WeightReader:
             case RoundedFloat8(grain):
                 weight = self.source.take(f"{module}.weight", (outputs, inputs)).to(self.device)
                 return _rounded_float8(weight, grain)
+            case Float8OfInt4(stored):
+                return float8_of_int4(self._int4(module, stored, outputs, inputs))
+
+    def _int4(
+        self, module: str, layout: AwqInt4 | PackedInt4, outputs: int, inputs: int
+    ) -> GroupInt4:
+        group = _whole(layout.group, inputs)
+        if isinstance(layout, AwqInt4):
+            return self._awq(module, group, outputs, inputs)
+        return self._packed(module, group, outputs, inputs, symmetric=layout.symmetric)
 
     def _awq(self, module: str, group: int, outputs: int, inputs: int) -> GroupInt4:
         self._require_groups(f"{module}.qweight", group, inputs)
@@ -253,6 +263,27 @@ def _rounded_float8(weight_OI: Tensor, grain: str) -> Float8Weight:
         return quantize_blocks(weight_OI)
     peak = quantize_channels(weight_OI.reshape(1, -1))
     return Float8Weight(peak.values.view(weight_OI.shape), peak.scales, "tensor")
+
+
+def float8_of_int4(weight: GroupInt4) -> Float8Weight:
+    """Round the values of a weight in 4 bits to FP8, a scale for each output.
+
+    The same numbers as `quantize_channels` of the whole weight gives, made a band of outputs at a
+    time: whole, its float32 values and what is made of them on the way take many times its memory.
+    """
+    outputs, inputs = weight.shape
+    band = max(1, _BAND_VALUES // inputs)
+    parts = [
+        quantize_channels(_band(weight, slice(start, start + band)).dequantize())
+        for start in range(0, outputs, band)
+    ]
+    return Float8Weight(_stacked_values(parts), torch.cat([p.scales for p in parts]), "channel")
+
+
+def _band(weight: GroupInt4, outputs: slice) -> GroupInt4:
+    return GroupInt4(
+        weight.codes[outputs], weight.scales[outputs], weight.zeros[outputs], weight.group
+    )
 
 
 def _whole(group: int, inputs: int) -> int:
