@@ -100,7 +100,7 @@ LAUNCHES = (
 )  # fmt: skip
 CHECKED = ((1, 1500), (8, 1500), (20, 700), (50, 700), (128, 100))
 """Sequences and their longest prompts, where launches or ways of overlap are compared."""
-STEPS = ("weights", "kv_cache_dtype", "plan")
+STEPS = ("weights", "fp8_activations", "kv_cache_dtype", "plan")
 """Options that decode steps go by."""
 WHOLE = (*STEPS, "prefill_weights", "prefill_attention", "phase_overlap")
 ROUNDS, UNTIMED_STEPS, TIMED_STEPS = 6, 3, 16
@@ -123,6 +123,10 @@ def parser_of_options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--weights", choices=tuple(WEIGHTS), default="bf16",
         help="dummy weights that are timed; tailrace check-accuracy compares such formats",
+    )  # fmt: skip
+    parser.add_argument(
+        "--fp8-activations", choices=("many", "all"), default="many",
+        help="as of tailrace serve, for what is timed",
     )  # fmt: skip
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument(
@@ -282,7 +286,7 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
         context_length=8192, max_num_batched_tokens=8192, prefix_cache=False, itl_target_ms=0,
         kv_cache_dtype=arguments.kv_cache_dtype, prefill_weights=arguments.prefill_weights,
         prefill_attention=arguments.prefill_attention, plan=arguments.plan,
-        phase_overlap=arguments.phase_overlap,
+        phase_overlap=arguments.phase_overlap, fp8_activations=arguments.fp8_activations,
     )  # fmt: skip
     engine, kept = make(config, folder, runner)
     rows = []
@@ -362,6 +366,7 @@ def time_mixed(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Nam
                 itl_target_ms=0, kv_cache_dtype=arguments.kv_cache_dtype, plan=arguments.plan,
                 prefill_weights=arguments.prefill_weights, phase_overlap=overlap,
                 prefill_attention=arguments.prefill_attention,
+                fp8_activations=arguments.fp8_activations,
                 kv_cache_tokens=batch * (context + 600) + 70_000,
             )  # fmt: skip
             with patch.object(phase_overlap, "PRIORITIES", priorities):
@@ -449,7 +454,7 @@ def config_of(folder: Path, arguments: argparse.Namespace) -> EngineConfig:
         model_path=str(folder), load_format="dummy", gpus=(0,), max_batch_size=128,
         context_length=8192, max_num_batched_tokens=8192, prefix_cache=False, itl_target_ms=0,
         kv_cache_dtype=arguments.kv_cache_dtype, prefill_weights="same", plan=arguments.plan,
-        gpu_memory_utilization=0.8,
+        fp8_activations=arguments.fp8_activations, gpu_memory_utilization=0.8,
     )  # fmt: skip
 
 

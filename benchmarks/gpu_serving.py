@@ -8,7 +8,9 @@ off unless --prefix-cache, and stay up; every cell is then measured A B A: the f
 last, as a check for drift. Requests are of exact lengths, the same for both, and greedy unless
 --temperature says otherwise. The servers' metrics and the GPU's (NVML) are read beside every trial.
 `--arguments "--prefill-attention hopper"` is how ours gets a setting; with `--peer tailrace`
-another server of ours, without it, is the peer.
+another server of ours, without it, is the peer. `--then "--quant-type fp8"` stops ours after all
+cells, starts it with these settings instead of those, and measures it in the cells of
+`--then-cell`, beside the same peer.
 
 A cell is TRAFFIC:cUSERS:SECONDS[:ARMS] (closed loop, no thinking) or TRAFFIC:rRATE:SECONDS[:ARMS]
 (Poisson); ARMS is a row of A (ours) and B (the peer). `again-longdoc` draws its requests with
@@ -97,6 +99,8 @@ def main() -> None:
     parser.add_argument("--gpu", default="0", help="Empty: the CPU, to try the script itself.")
     parser.add_argument("--arguments", default="", help="Added to `tailrace serve`.")
     parser.add_argument("--cell", action="append", required=True)
+    parser.add_argument("--then", help="Instead of --arguments, for the cells of --then-cell.")
+    parser.add_argument("--then-cell", action="append", default=[])
     parser.add_argument(
         "--prefix-cache", action="store_true", help="Ours on; the peer's is its command's affair."
     )
@@ -107,28 +111,33 @@ def main() -> None:
 
 
 def specs(arguments: argparse.Namespace) -> list[EngineSpec]:
-    own = [
-        sys.executable, "-m", "tailrace", "serve", "--host", "{host}", "--port", "{port}",
-        "--model-path", str(arguments.model), "--load-format", "dummy",
-        "--max-batch-size", "128", "--context-length", "8192", "--served-model-name", "m",
-        *shlex.split(arguments.arguments),
-    ]  # fmt: skip
-    cache = bool(arguments.prefix_cache)
-    if not cache:
-        own.append("--no-prefix-cache")
-    if arguments.gpu:
-        own += ["--gpus", arguments.gpu, "--gpu-memory-utilization", str(SHARE)]
-    found = [EngineSpec(name="tailrace", kind="tailrace", command=tuple(own), prefix_cache=cache)]
+    """Return ours and the peer, if there is one."""
+    found = [own_spec(arguments, "tailrace", arguments.arguments)]
     if arguments.peer != "none":
         found.append(
             EngineSpec(
                 name="other" if arguments.peer == "tailrace" else arguments.peer,
                 kind=arguments.peer,
                 command=tuple(shlex.split(arguments.peer_command)),
-                prefix_cache=cache,
+                prefix_cache=bool(arguments.prefix_cache),
             )
         )
     return found
+
+
+def own_spec(arguments: argparse.Namespace, name: str, settings: str) -> EngineSpec:
+    own = [
+        sys.executable, "-m", "tailrace", "serve", "--host", "{host}", "--port", "{port}",
+        "--model-path", str(arguments.model), "--load-format", "dummy",
+        "--max-batch-size", "128", "--context-length", "8192", "--served-model-name", "m",
+        *shlex.split(settings),
+    ]  # fmt: skip
+    cache = bool(arguments.prefix_cache)
+    if not cache:
+        own.append("--no-prefix-cache")
+    if arguments.gpu:
+        own += ["--gpus", arguments.gpu, "--gpu-memory-utilization", str(SHARE)]
+    return EngineSpec(name=name, kind="tailrace", command=tuple(own), prefix_cache=cache)
 
 
 async def measure(arguments: argparse.Namespace) -> None:
@@ -136,30 +145,54 @@ async def measure(arguments: argparse.Namespace) -> None:
     codec = FileCodec(arguments.model)
     maker = await PromptMaker.create(codec, corpus_text(None)[0], seed=11)
     rows: list[dict[str, Any]] = []
+    own, *peers = specs(arguments)
+    turns = [(own, arguments.cell)]
+    if arguments.then is not None:
+        then = own_spec(arguments, "then", arguments.then)
+        turns.append((then, arguments.then_cell or arguments.cell))
     async with AsyncExitStack() as stack:
-        servers = {}
-        for spec in specs(arguments):
-            server = start(spec, arguments.out / f"{spec.name}.log", on_progress=lambda _: None)
-            await stack.enter_async_context(server)
-            print(f"{spec.name}: ready after {server.ready_s[-1]:.1f} s", flush=True)
-            target = await inspect(server.endpoint, None)
-            servers[spec.name] = Server(
-                server.endpoint, target, server.extra_body, server.monitor()
-            )
-        names = list(servers)
-        await warm(servers, maker, arguments)
-        for text in arguments.cell:
-            cell = Cell(text)
-            work = await make_work(cell, maker, arguments.most_requests)
-            for turn, name in enumerate(cell.arms(names)):
-                folder = arguments.out / f"{text.replace(':', '-')}-{turn}-{name}"
-                run = await measured(servers[name], work, folder, arguments, cell.seconds)
-                row = figures(cell, name, run)
-                rows.append(row)
-                print(line(row), flush=True)
-                # Of a call that is cut short, what was measured stays.
-                (arguments.out / "gpu_serving.json").write_text(json.dumps(rows))
-    print_table(rows, names)
+        others: dict[str, Server] = {}
+        for ours, cells in turns:
+            async with AsyncExitStack() as for_now:
+                servers = {ours.name: await started(ours, for_now, arguments.out)}
+                new = dict(servers)
+                for spec in peers if not others else ():
+                    others[spec.name] = new[spec.name] = await started(spec, stack, arguments.out)
+                servers |= others
+                await warm(new, maker, arguments)
+                await measure_cells(cells, servers, maker, arguments, rows)
+    print_table(rows, [spec.name for spec in peers])
+
+
+async def started(spec: EngineSpec, stack: AsyncExitStack, out: Path) -> Server:
+    """Start a server that the stack stops."""
+    server = start(spec, out / f"{spec.name}.log", on_progress=lambda _: None)
+    await stack.enter_async_context(server)
+    print(f"{spec.name}: ready after {server.ready_s[-1]:.1f} s", flush=True)
+    target = await inspect(server.endpoint, None)
+    return Server(server.endpoint, target, server.extra_body, server.monitor())
+
+
+async def measure_cells(
+    cells: list[str],
+    servers: dict[str, Server],
+    maker: PromptMaker,
+    arguments: argparse.Namespace,
+    rows: list[dict[str, Any]],
+) -> None:
+    """Measure servers in turn, ours the first of them, and add what was found to the rows."""
+    names = list(servers)
+    for text in cells:
+        cell = Cell(text)
+        work = await make_work(cell, maker, arguments.most_requests)
+        for turn, name in enumerate(cell.arms(names)):
+            folder = arguments.out / f"{text.replace(':', '-')}-{names[0]}-{turn}-{name}"
+            run = await measured(servers[name], work, folder, arguments, cell.seconds)
+            row = figures(cell, name, run)
+            rows.append(row)
+            print(line(row), flush=True)
+            # Of a call that is cut short, what was measured stays.
+            (arguments.out / "gpu_serving.json").write_text(json.dumps(rows))
 
 
 async def measured(
@@ -311,32 +344,38 @@ def line(row: dict[str, Any]) -> str:
     return text
 
 
-def print_table(rows: list[dict[str, Any]], names: list[str]) -> None:
+def print_table(rows: list[dict[str, Any]], peers: list[str]) -> None:
     """Print ours over the peer's, with the spread between our own arms beside it."""
-    for cell in dict.fromkeys(row["cell"] for row in rows):
-        arms = {n: [r for r in rows if r["cell"] == cell and r["engine"] == n] for n in names}
-        print(f"\n{cell}")
-        for name in names:
-            for row in arms[name]:
-                print("  " + line(row))
-        if len(names) == 1:
-            continue
-        ours, peer = arms[names[0]], arms[names[1]]
-        for label, read in (
-            ("req/s", lambda r: r["rps"]),
-            ("ttft p95", lambda r: r["ttft"].get("p95")),
-            ("itl p99", lambda r: r["itl"].get("p99")),
-            ("itl max", lambda r: r["itl"].get("max")),
-            ("tpot p95", lambda r: r["tpot"].get("p95")),
-            ("e2e p95", lambda r: r["e2e"].get("p95")),
-        ):
-            a, b = ([read(r) for r in side if read(r)] for side in (ours, peer))
-            if a and b:
-                spread = max(a) / min(a) - 1
-                ratio = statistics.fmean(a) / statistics.fmean(b)
-                print(
-                    f"  {label:<9} ours / {names[1]} {ratio:.3f} (our arms differ by {spread:.1%})"
-                )
+    for name in dict.fromkeys(load_of(row) for row in rows):
+        here = [row for row in rows if load_of(row) == name]
+        print(f"\n{name}")
+        for row in here:
+            print("  " + line(row))
+        for ours in dict.fromkeys(row["engine"] for row in here):
+            for peer in peers if ours not in peers else ():
+                print_ratios(here, ours, peer)
+
+
+def load_of(row: dict[str, Any]) -> str:
+    """Return a cell without its arms: what was measured again may have had other ones."""
+    return ":".join(row["cell"].split(":")[:3])
+
+
+def print_ratios(rows: list[dict[str, Any]], name: str, peer: str) -> None:
+    for label, read in (
+        ("req/s", lambda r: r["rps"]),
+        ("chunks/s", lambda r: r["chunks_s"]),
+        ("ttft p95", lambda r: r["ttft"].get("p95")),
+        ("itl p99", lambda r: r["itl"].get("p99")),
+        ("itl max", lambda r: r["itl"].get("max")),
+        ("tpot p95", lambda r: r["tpot"].get("p95")),
+        ("e2e p95", lambda r: r["e2e"].get("p95")),
+    ):
+        a, b = ([read(r) for r in rows if r["engine"] == side and read(r)] for side in (name, peer))
+        if a and b:
+            spread = max(a) / min(a) - 1
+            ratio = statistics.fmean(a) / statistics.fmean(b)
+            print(f"  {label:<9} {name} / {peer} {ratio:.3f} (its arms differ by {spread:.1%})")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ def test_runs_of_the_engine_under_different_settings_leave_a_file_each_that_name
         plan.write_text(f"{number}")
     asked = {
         "weights": ("awq", "fp8"),
+        "fp8_activations": ("all",),
         "kv_cache_dtype": ("fp8",),
         "plan": ("auto", *map(str, plans)),
         "prefill_weights": ("same", "fp8"),

@@ -77,13 +77,13 @@ class EngineConfig:
         "auto",
         "Which kernel computes prompts' attention on a GPU. triton | hopper (Hopper GPUs, heads of "
         "64 or 128 dimensions) | auto: by length, as --plan measured; without a plan hopper for "
-        "heads of 128 over KV in the weights' dtype, else triton.",
+        "heads of 128, else triton.",
     )
     phase_overlap: str = setting(
         "auto",
         "Whether a GPU computes the decodes and the prompts of a step at once, on two streams, "
         "where each has its copy of the weights (prefill-weights). on: an error where they have "
-        "not | off | auto: off, until answers were compared on a GPU.",
+        "not | off | auto: where it was measured, beside an FP8 copy on a Hopper GPU.",
     )
     gpus: tuple[int, ...] = setting((), "Device indices; empty serves on the CPU.")
     context_length: int = setting(0, "Most tokens of one sequence; 0 takes the model's own.")

@@ -34,12 +34,14 @@ def test_half_precision_wins_from_seventeen_sequences_on(kind):
     assert least_decodes(layers(kind, kind), CUDA, HOPPER) == 17
 
 
-def test_four_bits_win_at_every_number_of_sequences():
-    assert least_decodes(layers(Int4Linear, Int4Linear), CUDA, HOPPER) == 1
+@pytest.mark.parametrize(("kind", "least"), [(Int4Linear, 1), (Float8Linear, 8)])
+def test_fewer_bits_win_sooner(kind, least):
+    assert least_decodes(layers(kind, kind), CUDA, HOPPER) == least
 
 
 @pytest.mark.parametrize("kind", [Int4Linear, SkinnyLinear])
-def test_one_layer_that_was_not_measured_leaves_all_steps_plain(kind):
+def test_one_layer_that_was_not_measured_leaves_all_steps_plain(kind, monkeypatch):
+    monkeypatch.setattr(decode_launches, "LEAST_DECODES", {**LEAST_DECODES, Float8Linear: None})
     assert least_decodes(layers(kind, Float8Linear, kind), CUDA, HOPPER) is None
 
 

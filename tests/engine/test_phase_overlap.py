@@ -23,6 +23,8 @@ from tests.engine.test_prefill_weights import AWQ, FakeCuda, loaded, make_folder
 from tests.support.interpreter import exact_float8, quietly
 from tests.support.streams import written_streams
 
+HOPPER = (9, 0)
+
 
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch):
@@ -216,30 +218,36 @@ def test_phases_that_cannot_go_apart_are_an_error_where_it_is_asked_for(tmp_path
     kernels, model = loaded(make_folder(tmp_path, stored))
     if stored is not None:
         model = with_copy(model, kernels, FORMATS["fp8"])
-    assert overlap_of("off", model, CPU) is None
-    assert overlap_of("auto", model, CPU) is None
+    assert overlap_of("off", model, CPU, HOPPER) is None
+    assert overlap_of("auto", model, CPU, HOPPER) is None
     with pytest.raises(ConfigError, match=f"--phase-overlap on: {words}"):
-        overlap_of("on", model, CPU)
+        overlap_of("on", model, CPU, HOPPER)
 
 
-def test_going_apart_is_asked_for_by_name(folder):
-    _, model = copied(folder, "fp8")
-    assert why_off("on", model) is None
-    assert isinstance(overlap_of("on", model, CPU), PhaseOverlap)
-    for asked, why in (("off", "as asked"), ("auto", "its answers were not compared")):
-        assert why_off(asked, model).startswith(why)
-        assert overlap_of(asked, model, CPU) is None
+@pytest.mark.parametrize("copy", ["fp8", "int8", "bf16"])
+@pytest.mark.parametrize("capability", [(8, 9), HOPPER, (10, 0)], ids=str)
+def test_phases_go_apart_by_themselves_where_that_was_measured(folder, copy, capability):
+    _, model = copied(folder, copy)
+    assert why_off("on", model, capability) is None
+    assert isinstance(overlap_of("on", model, CPU, capability), PhaseOverlap)
+    assert why_off("off", model, capability) == "as asked"
+    assert overlap_of("off", model, CPU, capability) is None
+    is_apart = isinstance(overlap_of("auto", model, CPU, capability), PhaseOverlap)
+    assert is_apart == (copy == "fp8" and capability == HOPPER)
+    if not is_apart:
+        assert "measured beside copies in FP8" in why_off("auto", model, capability)
 
 
 @pytest.mark.parametrize(
     ("weights", "asked", "told"),
     [
         ("fp8", "on", "decodes and prompts at once"),
-        ("fp8", "auto", "off: its answers were not compared on a GPU yet"),
+        ("fp8", "auto", "decodes and prompts at once"),
+        ("bf16", "auto", "off: it was measured beside copies in FP8 on GPUs of compute capability"),
         ("fp8", "off", "off: as asked"),
         ("same", "auto", "off: one copy of the weights serves both phases"),
     ],
-    ids=["on", "auto", "off", "one copy"],
+    ids=["on", "auto", "not measured", "off", "one copy"],
 )
 def test_a_start_says_whether_phases_go_apart(folder, monkeypatch, weights, asked, told):
     FakeCuda(monkeypatch, 2 << 30)

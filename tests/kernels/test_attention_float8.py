@@ -15,7 +15,7 @@ import triton.language as tl
 
 from tailrace.errors import EngineError
 from tailrace.kernels.linear.float8 import FLOAT8
-from tailrace.kernels.paged_attention import triton_decode, triton_float8, triton_prefill
+from tailrace.kernels.paged_attention import triton_decode, triton_prefill
 from tailrace.kernels.paged_attention.device_batch import cut_tiles
 from tailrace.kernels.paged_attention.triton_decode import DecodeScratch, DecodeShape
 from tailrace.kernels.paged_attention.triton_float8 import (
@@ -36,9 +36,8 @@ IN_FLOAT16 = pytest.mark.parametrize("by", [Reading.FLOAT16, Reading.PAIRS], ids
 
 
 @pytest.fixture(autouse=True)
-def _half_precision(request, monkeypatch):
-    """Float8 is served beside half precision alone; here GPUs read it as they may come to."""
-    monkeypatch.setattr(triton_float8, "SERVES", True)
+def _half_precision(request):
+    """Float8 is served beside half precision alone."""
     if "on_triton" in request.fixturenames:
         on_triton = request.getfixturevalue("on_triton")
         if on_triton.kernels.dtype == torch.float32 or on_triton.kernels.capability < (8, 9):
@@ -203,15 +202,12 @@ def test_weights_below_what_float16_holds_of_one_still_count(on_triton, rows, by
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=2.0**-24)
 
 
-def test_no_gpu_reads_so_before_one_was_seen_to(monkeypatch):
+def test_a_gpu_reads_so_beside_half_precision():
     cache = torch.zeros(4, 8, 2, 64).to(FLOAT8)
     k, v = cache.permute(0, 2, 3, 1), cache.permute(0, 2, 1, 3)
     on_gpu = SimpleNamespace(dtype=torch.bfloat16, is_cuda=True, shape=(1, 2, 64))
-    monkeypatch.setattr(triton_float8, "SERVES", False)
-    assert reading(on_gpu, k, v) == Reading.AS_Q
-    assert reading(on_gpu, k, v, asked=Reading.PAIRS) == Reading.PAIRS
-    monkeypatch.setattr(triton_float8, "SERVES", True)
     assert reading(on_gpu, k, v) == Reading.PAIRS
+    assert reading(on_gpu, k, v, asked=Reading.AS_Q) == Reading.AS_Q
 
 
 def test_pairs_are_read_where_two_dimensions_lie_side_by_side(on_triton):

@@ -54,12 +54,22 @@ def on_hopper(monkeypatch):
 # The table and what a plan may choose
 
 
+TWO, PAIRED = "FP8 Hopper 64 outputs, 2 slices", "FP8 Hopper 128/8/1/4 pairs"
+AS_MEASURED = {
+    "gate_up": ("Triton", "Triton", PAIRED, PAIRED),
+    "down": (TWO, TWO, TWO, PAIRED),
+    "qkv": (TWO,) * 4,
+    "small": (TWO,) * 4,
+}
+
+
 @pytest.mark.parametrize("name", LAYERS)
-def test_without_a_plan_tritons_usual_shapes_serve(monkeypatch, name):
+def test_without_a_plan_each_layer_is_served_as_measured_on_an_h200(monkeypatch, name):
     ways = ways_of(monkeypatch, name)
     assert ways.classes == list(CLASSES)
-    for rows, usual in triton_float8_few.HOPPER:
-        assert ways.of(rows) == usual
+    usual = {rows: shape.words for rows, shape in triton_float8_few.HOPPER}
+    for rows, expected in zip(CLASSES, AS_MEASURED[name], strict=True):
+        assert ways.serving(rows) == (usual[rows] if expected == "Triton" else expected)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -144,12 +154,12 @@ def test_each_class_of_rows_goes_by_its_own_kernel(interpreter, on_hopper, monke
     for name in ("float8_few", "float8_hopper"):
         monkeypatch.setattr(table, name, record(name.removeprefix("float8_")))
     *_, layer = layer_of(torch.float16)
+    layer.planned[0].serve(16, TRITON)
     layer.planned[0].serve(32, RUNS)
     for rows in (0, 16, 17, 32, 33):
         layer(torch.randn(rows, 400).half())
-    usual = {rows: shape.words for rows, shape in triton_float8_few.HOPPER}
     assert taken == [
-        ("few", 16, usual[16]), ("hopper", 17, RUNS), ("hopper", 32, RUNS), ("few", 33, usual[64]),
+        ("few", 16, TRITON), ("hopper", 17, RUNS), ("hopper", 32, RUNS), ("hopper", 33, TWO),
     ]  # fmt: skip
 
 
@@ -223,4 +233,4 @@ def test_measuring_lets_the_fastest_win(interpreter, on_hopper):
     (found,) = measure([question], timer, lambda: 0.0, 1.0)
     assert found.refused == {}
     assert set(found.seconds) == set(layer.planned[0].options(16))
-    assert (found.winner, found.default) == (SLICES, TRITON)
+    assert (found.winner, found.default) == (SLICES, TWO)

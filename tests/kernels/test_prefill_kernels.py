@@ -100,16 +100,15 @@ def test_what_is_asked_for_and_cannot_serve_is_an_error_that_says_why():
 def test_without_a_plan_hoppers_kernel_serves_where_it_was_faster(
     monkeypatch, asked, head_dim, kv_dtype
 ):
-    """Over a float8 cache, which is widened for it first, it was not timed."""
     let_hopper_serve(monkeypatch)
     kernels = TritonKernels(torch.device("cpu"), "float16")
     assert not is_hopper(kernels.prefill_shape(head_dim, 5000))  # nobody has said what is served
     kernels.serve_prompts_by(asked, head_dim=head_dim, kv_dtype=kv_dtype, unit=8)
-    by_default = asked == "auto" and head_dim == 128 and kv_dtype != FLOAT8
+    by_default = asked == "auto" and head_dim == 128
     for longest in (1, 1500, 1 << 20):
         shape = kernels.prefill_shape(head_dim, longest)
         assert is_hopper(shape) == (asked == "hopper" or by_default)
-    widens = asked == "hopper" and kv_dtype == FLOAT8
+    widens = (asked == "hopper" or by_default) and kv_dtype == FLOAT8
     assert bool(kernels.wide_units(head_dim, sequences=3, longest=200)) == widens
     assert not is_hopper(kernels.prefill_shape(head_dim, 1500, has_room=False))
 

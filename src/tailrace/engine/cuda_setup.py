@@ -224,8 +224,8 @@ def load_runner(
         log.info("kv_scales", source=found.source, scales=found.listed())
         times.mark("KV scales")
 
-    overlap = overlap_of(config.phase_overlap, model, kernels.device)
-    why = why_off(config.phase_overlap, model)
+    overlap = overlap_of(config.phase_overlap, model, kernels.device, kernels.capability)
+    why = why_off(config.phase_overlap, model, kernels.capability)
     log.info("phase_overlap", serves=f"off: {why}" if why else "decodes and prompts at once")
 
     def make(kv_share: float) -> tuple[CudaRunner, int, int]:
@@ -481,7 +481,7 @@ def plan_memory(
     measured = partial(measure_step, model, kernels, sampled=config.max_batch_size, context=context)
     activations = measured(rows=token_budget)
     apart = 0
-    if why_off(config.phase_overlap, model) is None:
+    if why_off(config.phase_overlap, model, kernels.capability) is None:
         # What one stream has freed no other gets: decodes' rows, logits and the joined rows lie
         # beside the prompts' rows, once in graphs and once out of them.
         joined = token_budget * model.config.hidden_size * 4

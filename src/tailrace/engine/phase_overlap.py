@@ -18,8 +18,9 @@ before the fork or lives until the join, and the next fork waits for this step's
 fails half-way is joined all the same: the next step overwrites the arrays that its kernels read,
 and a capture with a stream that never came back cannot be ended.
 
-`auto` is off: going apart was seen to win on an H200, but answers were not compared there yet, bit
-for bit, with those of steps that go one way (`benchmarks/gpu_engine.py --mixed` does both).
+`auto` goes apart where that was measured: beside copies in FP8 on Hopper. On an H200 it won, and
+answers were those of steps that go one way, bit for bit (`benchmarks/gpu_engine.py --mixed` does
+both; docs/performance.md).
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from tailrace.errors import ConfigError
+from tailrace.kernels.linear.float8_linear import Float8Linear
 from tailrace.kernels.linear.phased_linear import PhasedLinear
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from tailrace.kernels.attention_shapes import Capability
     from tailrace.kernels.kv_scales import KVScales
     from tailrace.kernels.paged_attention.device_batch import DeviceBatch
     from tailrace.models.causal_lm import CausalLM, KVCache
@@ -43,6 +46,9 @@ if TYPE_CHECKING:
 
 DECODES, PROMPTS = 0, 1
 """Places of the phases in what there is one of each."""
+
+MEASURED = (9, 0)
+"""The compute capability of the GPUs where phases go apart by themselves."""
 
 PRIORITIES = (0, -1)
 """Of the phases' streams: CUDA's, lower ones go first.
@@ -61,33 +67,45 @@ def why_not_apart(model: CausalLM) -> str | None:
     return f"{len(alone)} layers ({alone[0].name}) have no copy for prompts, and share scratch"
 
 
-def why_off(asked: str, model: CausalLM) -> str | None:
+def why_off(asked: str, model: CausalLM, capability: Capability) -> str | None:
     """Say why all rows of a model's steps go one way, or None where phases go apart.
 
     Args:
         asked: on, off, or auto.
         model: That serves.
+        capability: The GPU's compute capability.
     """
     if asked == "off":
         return "as asked"
     reason = why_not_apart(model)
-    if reason is None and asked == "auto":
-        return "its answers were not compared on a GPU yet; --phase-overlap on has it"
+    if reason is None and asked == "auto" and not _is_measured(model, capability):
+        return (
+            "it was measured beside copies in FP8 on GPUs of compute capability "
+            f"{'.'.join(map(str, MEASURED))} alone; --phase-overlap on has it"
+        )
     return reason
 
 
-def overlap_of(asked: str, model: CausalLM, device: torch.device) -> PhaseOverlap | None:
+def _is_measured(model: CausalLM, capability: Capability) -> bool:
+    copies = [one.many for one in model.layer_linears if isinstance(one, PhasedLinear)]
+    return capability == MEASURED and all(isinstance(copy, Float8Linear) for copy in copies)
+
+
+def overlap_of(
+    asked: str, model: CausalLM, device: torch.device, capability: Capability
+) -> PhaseOverlap | None:
     """Return what has phases go apart, or None where they do not (`why_off`).
 
     Args:
         asked: on, off, or auto.
         model: That serves.
         device: The model's.
+        capability: Its compute capability.
 
     Raises:
         ConfigError: It is asked for, and phases cannot go apart.
     """
-    reason = why_off(asked, model)
+    reason = why_off(asked, model, capability)
     if reason is None:
         return PhaseOverlap.on(device)
     if asked == "on":

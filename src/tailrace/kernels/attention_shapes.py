@@ -93,14 +93,17 @@ whose bits differ all the same is refused when it is measured."""
 
 # Keys are loaded behind the table that leads to them, so of 5 stages two are tiles in flight, and
 # of 3 one. A tile of float8 is half as many bytes: two of them are what one of 16 bits was.
+FLOAT8_DECODE: dict[int, dict[int, DecodeShape]] = {HOPPER: {128: DecodeShape(512, 128, 4, 5)}}
+"""What serves over a float8 cache instead of `DECODE`'s rows."""
+
 FLOAT8_DECODE_CANDIDATES: dict[int, dict[int, tuple[DecodeShape, ...]]] = {
     HOPPER: {
         64: (DecodeShape(512, 128, 4, 5),),
-        128: (DecodeShape(512, 128, 4, 5), DecodeShape(512, 128, 8, 5)),
+        128: (DecodeShape(512, 128, 8, 5),),
         256: (DecodeShape(512, 64, 8, 3), DecodeShape(512, 64, 8, 5)),
     },
 }
-"""What a plan may choose over a float8 cache beside those; not timed yet."""
+"""What a plan may choose over a float8 cache beside those; timed at 128 dimensions alone."""
 
 
 def kind(capability: Capability) -> int:
@@ -143,19 +146,26 @@ def prefill_candidates(head_dim: int, capability: Capability) -> tuple[Shape, ..
     return tuple(dict.fromkeys((*own, *more)))
 
 
-def decode_shape(head_dim: int, capability: Capability) -> DecodeShape:
+def decode_shape(head_dim: int, capability: Capability, *, is_float8: bool = False) -> DecodeShape:
     """Return the shape of the decode kernel.
+
+    Args:
+        head_dim: Of the model.
+        capability: Of the GPU.
+        is_float8: Whether the cache is.
 
     Raises:
         ConfigError: No kernel serves the head dimension or the GPU.
     """
-    return DECODE[kind(capability)][_row(head_dim)]
+    gpu, row = kind(capability), _row(head_dim)
+    deeper = FLOAT8_DECODE.get(gpu, {}) if is_float8 else {}
+    return deeper.get(row, DECODE[gpu][row])
 
 
 def decode_candidates(
     head_dim: int, capability: Capability, *, is_float8: bool = False
 ) -> tuple[DecodeShape, ...]:
-    """Return the shapes that a plan may choose from, `DECODE`'s own first.
+    """Return the shapes that a plan may choose from, what serves without one first.
 
     Args:
         head_dim: Of the model.
@@ -168,7 +178,8 @@ def decode_candidates(
     gpu, row = kind(capability), _row(head_dim)
     more = DECODE_CANDIDATES.get(gpu, {}).get(row, ())
     deeper = FLOAT8_DECODE_CANDIDATES.get(gpu, {}).get(row, ()) if is_float8 else ()
-    return DECODE[gpu][row], *more, *deeper
+    usual = decode_shape(head_dim, capability, is_float8=is_float8)
+    return tuple(dict.fromkeys((usual, DECODE[gpu][row], *more, *deeper)))
 
 
 def key_words(bound: int) -> str:

@@ -284,7 +284,7 @@ def _prefill(
 
     shapes = _asked_shapes(kernels, heads.dim, kv_dtype, unit)
     tiles = {shape.block_m: _tiles(length, shape.block_m, kernels.device) for shape in shapes}
-    usual = kernels.usual_prefill_shape(heads.dim, bound - 1, over_float8=is_float8)
+    usual = kernels.usual_prefill_shape(heads.dim, bound - 1)
     if usual not in shapes:  # of another dtype of KV
         usual = prefill_shape(heads.dim, bound - 1, kernels.capability)
     works = {name_of(shape): partial(by, shape) for shape in shapes}

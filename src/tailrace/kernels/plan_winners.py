@@ -105,7 +105,7 @@ def apply(
                 "`tailrace plan measure` makes one for this version"
             )
     shapes = {name_of(shape): shape for shape in prefill_shapes(kernels, head_dim, kv_dtype, unit)}
-    usual = partial(kernels.usual_prefill_shape, head_dim, over_float8=kv_dtype == FLOAT8)
+    usual = partial(kernels.usual_prefill_shape, head_dim)
     rows = []
     for bound in BOUNDS:
         question = over(PREFILL, kv_dtype), key_words(bound)

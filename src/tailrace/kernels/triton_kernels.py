@@ -168,22 +168,18 @@ class TritonKernels:
             ConfigError: No kernel serves the head dimension or the GPU.
         """
         planned = (shape for bound, shape in self.prefill_rows if max_kv_len < bound)
-        shape = next(planned, None) or self.usual_prefill_shape(
-            head_dim, max_kv_len, over_float8=self._kv_is_float8
-        )
+        shape = next(planned, None) or self.usual_prefill_shape(head_dim, max_kv_len)
         if is_hopper(shape) and not has_room:
             return prefill_shape(head_dim, max_kv_len, self.capability)
         return shape
 
-    def usual_prefill_shape(
-        self, head_dim: int, max_kv_len: int, *, over_float8: bool
-    ) -> PrefillShape:
+    def usual_prefill_shape(self, head_dim: int, max_kv_len: int) -> PrefillShape:
         """Return the shape without a plan: the table's, or the usual one of Hopper's kernel.
 
         Raises:
             ConfigError: No kernel serves the head dimension or the GPU.
         """
-        is_faster = head_dim in FASTER_HEAD_DIMS and not over_float8
+        is_faster = head_dim in FASTER_HEAD_DIMS
         by_default = self._prefill_asked == "auto" and self._has_hopper_prefill and is_faster
         if self._prefill_asked == "hopper" or by_default:
             return hopper_shapes(head_dim)[0]
@@ -216,7 +212,9 @@ class TritonKernels:
         Raises:
             ConfigError: No kernel serves the head dimension or the GPU.
         """
-        return self.decode_row or decode_shape(head_dim, self.capability)
+        return self.decode_row or decode_shape(
+            head_dim, self.capability, is_float8=self._kv_is_float8
+        )
 
     def reserve(
         self,

@@ -40,8 +40,8 @@ _HALVES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128)
 """Of Hopper's kernel."""
 FASTER_HEAD_DIMS = (128,)
-"""Those where it was timed beside Triton's, and was faster in every class of lengths; over KV in
-activations' dtype, for what widening a float8 cache costs on a GPU is not known."""
+"""Those where it was timed beside Triton's, and was faster in every class of lengths, over KV in
+the activations' dtype and over float8, which is widened for it first."""
 _ATOM = 8
 """Tokens of the least unit of Hopper's kernel; larger ones are powers of two. A float8 cache
 may have others: what is widened of it lies in units of its own."""

@@ -37,10 +37,6 @@ from tailrace.kernels.linear.float8 import FLOAT8
 if TYPE_CHECKING:
     from torch import Tensor
 
-SERVES = False
-"""Whether GPUs read so: not until one has been seen to (benchmarks/gpu_attention.py compares and
-times). Until then they widen to q's dtype, which was seen right on an H200."""
-
 RAISED: tl.constexpr = tl.constexpr(15.0)
 """Powers of two by which weights in float16 are larger than those of the softmax."""
 
@@ -98,7 +94,7 @@ def reading(
                 f"it has fewer than {_LEAST_PAIRED}"
             )
         return asked
-    if k_cache.dtype != FLOAT8 or q.dtype == torch.float32 or (q.is_cuda and not SERVES):
+    if k_cache.dtype != FLOAT8 or q.dtype == torch.float32:
         return Reading.AS_Q
     is_plain = from_shared and q.shape[-1] <= _MOST_PLAIN
     return Reading.PAIRS if has_pairs(k_cache, v_cache) and not is_plain else Reading.FLOAT16
