@@ -56,9 +56,9 @@ class EngineConfig:
     )
     quant_type: str = setting(
         "auto",
-        "Weight format: auto (as the checkpoint says) | fp8 (also rounds plain weights to FP8 at "
-        "load, a scale for each output) | awq | compressed-tensors | none (an error where the "
-        "checkpoint is of another).",
+        "Weight format: auto (as the checkpoint says) | fp8 (rounds what is not in FP8 to it at "
+        "load, a scale for each output: plain weights, and those in 4 bits; the head stays) | awq "
+        "| compressed-tensors | none (an error where the checkpoint is of another).",
     )
     fp8_activations: str = setting(
         "many",

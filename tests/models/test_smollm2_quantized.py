@@ -84,8 +84,9 @@ def config(folder, **settings):
     return EngineConfig(model_path=str(folder), **settings)
 
 
-def logits(folder, tokens):
-    model = load_model(folder, dtype="float32", kernels=select("auto", 2))
+def logits(folder, tokens, quant_type="auto"):
+    kernels = select("auto", 2)
+    model = load_model(folder, dtype="float32", kernels=kernels, quant_type=quant_type)
     return PagedRun(model, max_tokens=len(tokens)).step({0: tokens})
 
 
@@ -93,6 +94,14 @@ def logits(folder, tokens):
 def test_the_logits_are_the_plain_twins_bit_for_bit(part, tokens, tmp_path, form):
     folder = write_quantized(part, tmp_path / "quantized", FORMATS[form]())
     assert torch.equal(logits(folder, tokens), logits(plain_beside(folder), tokens))
+
+
+@pytest.mark.parametrize("form", ["awq", "packed", "packed-symmetric"])
+def test_4_bits_rounded_to_fp8_are_the_plain_twins_rounded_to_fp8(part, tokens, tmp_path, form):
+    folder = write_quantized(part, tmp_path / "quantized", FORMATS[form]())
+    got = logits(folder, tokens, "fp8")
+    assert torch.equal(got, logits(plain_beside(folder), tokens, "fp8"))
+    assert not torch.equal(got, logits(folder, tokens))
 
 
 @pytest.mark.parametrize("form", ["awq", "fp8-block"])
@@ -109,8 +118,11 @@ def test_repacking_keeps_every_number(part, tokens, tmp_path):
     assert torch.equal(logits(folder, tokens), logits(tmp_path / "awq", tokens))
 
 
-def test_plain_weights_rounded_to_fp8_are_near_the_unrounded(source):
+@pytest.mark.parametrize("stored", ["plain", "awq"])
+def test_weights_rounded_to_fp8_are_near_the_unrounded(source, tmp_path, stored):
     """The rounding itself is seen: not the bound of serving, but no other model either."""
+    if stored != "plain":
+        source = write_quantized(source, tmp_path / "quantized", FORMATS[stored]())
     rounded = config(source, quant_type="fp8")
     found = check_accuracy(rounded, python_text()[:100_000], positions=POSITIONS).first
     # Without --against, the reference is the checkpoint before rounding.

@@ -158,8 +158,8 @@ def check_fp8_activations(config: EngineConfig, model: CausalLM) -> None:
         held = ", ".join(model.linear_names)
         raise ConfigError(
             f"--fp8-activations all: no layer multiplies in FP8 (they are by {held}); it needs FP8 "
-            "weights (--quant-type fp8 makes them of plain ones) and a GPU of compute capability "
-            "8.9 or above; leave it out"
+            "weights (--quant-type fp8 makes them of plain ones, and of those in 4 bits) and a GPU "
+            "of compute capability 8.9 or above; leave it out"
         )
 
 
