@@ -151,16 +151,14 @@ async def measure(arguments: argparse.Namespace) -> None:
         then = own_spec(arguments, "then", arguments.then)
         turns.append((then, arguments.then_cell or arguments.cell))
     async with AsyncExitStack() as stack:
-        others: dict[str, Server] = {}
+        # First: what ours leaves on the GPU at its end is told from what lay there before it.
+        others = {spec.name: await started(spec, stack, arguments.out) for spec in peers}
+        await warm(others, maker, arguments)
         for ours, cells in turns:
             async with AsyncExitStack() as for_now:
-                servers = {ours.name: await started(ours, for_now, arguments.out)}
-                new = dict(servers)
-                for spec in peers if not others else ():
-                    others[spec.name] = new[spec.name] = await started(spec, stack, arguments.out)
-                servers |= others
-                await warm(new, maker, arguments)
-                await measure_cells(cells, servers, maker, arguments, rows)
+                server = {ours.name: await started(ours, for_now, arguments.out)}
+                await warm(server, maker, arguments)
+                await measure_cells(cells, server | others, maker, arguments, rows)
     print_table(rows, [spec.name for spec in peers])
 
 
@@ -300,6 +298,7 @@ def machine(run: Run) -> dict[str, float]:
     for scrape, name, fold in (
         (gpu, "gpu0_utilisation", statistics.fmean),
         (gpu, "gpu0_power_w", statistics.fmean),
+        (gpu, "gpu0_sm_clock_mhz", statistics.median),
         (gpu, "gpu0_memory_bytes", max),
         (server, "running", max),
         (server, "waiting", max),

@@ -360,6 +360,7 @@ def _readings(engine: Engine, records: Sequence[Record], has_gpu: bool) -> list[
                 "gpu0_utilisation": busy,
                 "gpu0_memory_bytes": 61e9,
                 "gpu0_power_w": 180 + 420 * busy,
+                "gpu0_sm_clock_mhz": 1980 - 300 * busy,
             }
         found += [
             {"source": source, "at_s": float(at_s), "values": values}

@@ -36,8 +36,10 @@ class FakeGpus:
         return self.readings
 
 
-def gpu(index, *, busy=0.5, memory=100, power=70.5):
-    return SimpleNamespace(index=index, busy_share=busy, memory_used_bytes=memory, power_w=power)
+def gpu(index, *, busy=0.5, memory=100, power=70.5, clock=None):
+    return SimpleNamespace(
+        index=index, busy_share=busy, memory_used_bytes=memory, power_w=power, sm_clock_mhz=clock
+    )
 
 
 def watch(monitor, until, elapsed_s=lambda: 10.0):
@@ -83,7 +85,7 @@ def test_what_a_lagging_source_knows_at_the_end_still_counts():
 
 def test_our_own_view_of_the_gpus_wins_over_a_collectors():
     source = Script([Figures(0.0, {"running": 1.0}, {"gpu0_power_w": 1.0})])
-    ours = FakeGpus(gpu(0), gpu(1), gpu(2, busy=None, power=None))
+    ours = FakeGpus(gpu(0), gpu(1), gpu(2, busy=None, power=None, clock=1400))
     monitor = Monitor(source, gpus=ours, devices=frozenset({0, 2}), interval_s=QUICK_S)
     found = watch(monitor, lambda seen: of(seen, "gpu") and of(seen, "server"))
     assert of(found, "gpu")[0].values == {
@@ -91,6 +93,7 @@ def test_our_own_view_of_the_gpus_wins_over_a_collectors():
         "gpu0_memory_bytes": 100.0,
         "gpu0_power_w": 70.5,
         "gpu2_memory_bytes": 100.0,
+        "gpu2_sm_clock_mhz": 1400.0,
     }
     assert not any(reading.values == {"gpu0_power_w": 1.0} for reading in found)
 

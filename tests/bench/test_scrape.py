@@ -215,12 +215,14 @@ def test_dcgm_figures_get_our_units():
         'DCGM_FI_DEV_GPU_UTIL{gpu="0",UUID="GPU-a"} 50\n'
         'DCGM_FI_DEV_FB_USED{gpu="0",UUID="GPU-a"} 2\n'
         'DCGM_FI_DEV_POWER_USAGE{gpu="1",UUID="GPU-b"} 71.5\n'
+        'DCGM_FI_DEV_SM_CLOCK{gpu="1",UUID="GPU-b"} 1410\n'
         'DCGM_FI_DEV_POWER_USAGE{UUID="GPU-c"} 1\n'
     )
     assert combine_devices(read_exposition(text)) == {
         "gpu0_utilisation": 0.5,
         "gpu0_memory_bytes": 2 * 2**20,
         "gpu1_power_w": 71.5,
+        "gpu1_sm_clock_mhz": 1410.0,
     }
 
 

@@ -66,6 +66,13 @@ class FakeNvml:
         self._check("power", handle)
         return 70_500 + handle * 1000
 
+    NVML_CLOCK_SM = 1
+
+    def nvmlDeviceGetClockInfo(self, handle, kind):  # noqa: N802 -- pynvml's name
+        assert kind == self.NVML_CLOCK_SM
+        self._check("clock", handle)
+        return 1500 + handle
+
     def nvmlDeviceGetComputeRunningProcesses(self, handle):  # noqa: N802 -- pynvml's name
         self._check("processes", handle)
         return [SimpleNamespace(pid=100 + handle), SimpleNamespace(pid=200 + handle)]
@@ -76,8 +83,8 @@ def nvml():
     return FakeNvml()
 
 
-FIRST = GpuReading(0, "GPU-0", 0.5, 1000, 8000, 70.5)
-SECOND = GpuReading(1, "GPU-1", 0.75, 1001, 8000, 71.5)
+FIRST = GpuReading(0, "GPU-0", 0.5, 1000, 8000, 70.5, 1500.0)
+SECOND = GpuReading(1, "GPU-1", 0.75, 1001, 8000, 71.5, 1501.0)
 
 
 def test_every_gpu_is_read(nvml):
@@ -115,11 +122,12 @@ def test_what_a_gpu_does_not_tell_is_left_out_without_a_warning(nvml):
     nvml.faults["rates"] = nvml.NVMLError_NotSupported
     nvml.faults["memory", 1] = nvml.NVMLError_NotSupported
     nvml.faults["power", 1] = nvml.NVMLError_NotSupported
+    nvml.faults["clock", 1] = nvml.NVMLError_NotSupported
     with capture_logs() as logs:
         readings = Gpus.open(nvml).read()
     assert readings == [
-        GpuReading(0, "GPU-0", None, 1000, 8000, 70.5),
-        GpuReading(1, "GPU-1", None, None, None, None),
+        GpuReading(0, "GPU-0", None, 1000, 8000, 70.5, 1500.0),
+        GpuReading(1, "GPU-1", None, None, None, None, None),
     ]
     assert logs == []
 
@@ -136,7 +144,7 @@ def test_a_lost_gpu_leaves_the_others_and_is_warned_of_once(nvml, call):
 def test_a_gpu_that_is_lost_between_two_questions_keeps_what_it_said(nvml):
     nvml.faults["memory", 0] = nvml.NVMLError_GpuIsLost
     with capture_logs() as logs:
-        first = GpuReading(0, "GPU-0", 0.5, None, None, 70.5)
+        first = GpuReading(0, "GPU-0", 0.5, None, None, 70.5, 1500.0)
         assert Gpus.open(nvml).read() == [first, SECOND]
     assert [log["event"] for log in logs] == ["gpu_reading_failed"]
 

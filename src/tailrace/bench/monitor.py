@@ -133,6 +133,7 @@ class Monitor:
                 "utilisation": gpu.busy_share,
                 "memory_bytes": gpu.memory_used_bytes,
                 "power_w": gpu.power_w,
+                "sm_clock_mhz": gpu.sm_clock_mhz,
             }
             known = {f"gpu{gpu.index}_{name}": value for name, value in named.items()}
             found |= {name: float(value) for name, value in known.items() if value is not None}

@@ -96,8 +96,9 @@ _DCGM = {
     "DCGM_FI_DEV_GPU_UTIL": ("utilisation", 0.01),
     "DCGM_FI_DEV_FB_USED": ("memory_bytes", 2.0**20),
     "DCGM_FI_DEV_POWER_USAGE": ("power_w", 1.0),
+    "DCGM_FI_DEV_SM_CLOCK": ("sm_clock_mhz", 1.0),
 }
-"""What NVIDIA's DCGM exporter says of each GPU: in percent, MiB and watts there."""
+"""What NVIDIA's DCGM exporter says of each GPU: in percent, MiB, watts and MHz there."""
 _DEVICES = _DCGM | {
     "tailrace:gpu_utilization": ("utilisation", 1.0),
     "tailrace:gpu_memory_used_bytes": ("memory_bytes", 1.0),

@@ -28,6 +28,7 @@ class GpuReading:
         memory_used_bytes: Of all processes, and what the driver keeps for itself.
         memory_total_bytes: Of the board.
         power_w: Drawn by the board.
+        sm_clock_mhz: Of the multiprocessors: what a board at its power limit lowers.
     """
 
     index: int
@@ -36,6 +37,7 @@ class GpuReading:
     memory_used_bytes: int | None
     memory_total_bytes: int | None
     power_w: float | None = None
+    sm_clock_mhz: float | None = None
 
 
 class Gpus:
@@ -123,6 +125,7 @@ class Gpus:
         rates = self._ask(nvml.nvmlDeviceGetUtilizationRates, handle)
         memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
         power_mw = self._ask(nvml.nvmlDeviceGetPowerUsage, handle)
+        clock_mhz = self._ask(self._sm_clock, handle)
         return GpuReading(
             index=index,
             uuid=uuid,
@@ -130,7 +133,11 @@ class Gpus:
             memory_used_bytes=None if memory is None else memory.used,
             memory_total_bytes=None if memory is None else memory.total,
             power_w=None if power_mw is None else power_mw / 1000,
+            sm_clock_mhz=None if clock_mhz is None else float(clock_mhz),
         )
+
+    def _sm_clock(self, handle: Any) -> Any:
+        return self._nvml.nvmlDeviceGetClockInfo(handle, self._nvml.NVML_CLOCK_SM)
 
     def _ask(self, question: Callable[[Any], Any], handle: Any) -> Any:
         try:

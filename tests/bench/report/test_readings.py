@@ -37,7 +37,7 @@ def test_shares_come_from_counters_first_and_gauges_else():
     assert figures_of({"server": gauge})["acceptance"] == pytest.approx(0.6)
 
 
-def test_gpus_are_summed_in_memory_and_power_and_averaged_in_use():
+def test_gpus_are_summed_in_memory_and_power_and_averaged_in_use_and_clock():
     gpu = scrape(
         {
             "gpu0_utilisation": 0.4,
@@ -46,12 +46,15 @@ def test_gpus_are_summed_in_memory_and_power_and_averaged_in_use():
             "gpu1_memory_bytes": 20.0,
             "gpu0_power_w": 100.0,
             "gpu1_power_w": 300.0,
+            "gpu0_sm_clock_mhz": 1400.0,
+            "gpu1_sm_clock_mhz": 1900.0,
         }
     )
     found = figures_of({"gpu": gpu})
     assert found["gpu_utilisation_mean"] == pytest.approx(0.6)
     assert found["gpu_memory_max_bytes"] == 30.0
     assert found["gpu_power_mean_w"] == 400.0
+    assert found["gpu_clock_mean_mhz"] == 1650.0
     assert total_over_gpus(gpu, "_power_w") == [400.0]
     assert mean_over_gpus(gpu, "_utilisation") == pytest.approx([0.6])
 
@@ -78,6 +81,7 @@ def test_trials_are_merged_by_what_each_figure_means():
         ("kv_usage_max", 0.934, "93.4%"),
         ("rss_max_bytes", 3 * 2**30, "3.0 GiB"),
         ("gpu_power_mean_w", 1234.4, "1,234 W"),
+        ("gpu_clock_mean_mhz", 1650.4, "1,650 MHz"),
         ("preemptions", 12.0, "12"),
         ("cpu_cores_mean", 1.5, "1.50"),
         ("acceptance", None, "-"),

@@ -29,6 +29,7 @@ LABELS = {
     "gpu_utilisation_mean": "GPU utilisation, mean",
     "gpu_memory_max_bytes": "GPU memory, most (all GPUs)",
     "gpu_power_mean_w": "GPU power, mean (all GPUs)",
+    "gpu_clock_mean_mhz": "GPU clock, mean",
     "rss_max_bytes": "Process memory, most",
     "cpu_cores_mean": "CPU cores used, mean",
     "oom_kills": "Out-of-memory kills",
@@ -60,6 +61,7 @@ def figures_of(scrapes: Scrapes) -> dict[str, float]:
         "gpu_utilisation_mean": _over_gpus(gpu, "_utilisation", _mean_of),
         "gpu_memory_max_bytes": _summed_peak(gpu, "_memory_bytes"),
         "gpu_power_mean_w": _summed_mean(gpu, "_power_w"),
+        "gpu_clock_mean_mhz": _over_gpus(gpu, "_sm_clock_mhz", _mean_of),
         "rss_max_bytes": _max(process, "rss_bytes"),
         "cpu_cores_mean": _mean(process, "cpu_cores"),
         "oom_kills": _rise(process, "oom_kills_total"),
@@ -91,6 +93,8 @@ def written(name: str, value: float | None) -> str:
         return f"{value / 2**30:.1f} GiB"
     if name.endswith("_w"):
         return f"{value:,.0f} W"
+    if name.endswith("_mhz"):
+        return f"{value:,.0f} MHz"
     if name in SUMMED or name in {"waiting_max", "running_max"}:
         return f"{value:,.0f}"
     if name == "cpu_cores_mean":

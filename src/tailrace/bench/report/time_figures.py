@@ -207,5 +207,6 @@ _PANELS = (
     _Panel("KV fragmen-\ntation, %", *_server("kv_fragmentation", 100.0)),
     _Panel("GPU busy, %", *_gpu("_utilisation", mean_over_gpus, 100.0), 105.0),
     _Panel("GPU power, W", *_gpu("_power_w", total_over_gpus, 1.0)),
+    _Panel("GPU clock,\nMHz", *_gpu("_sm_clock_mhz", mean_over_gpus, 1.0)),
     _Panel("process\nmemory, GiB", lambda line: "rss_bytes" in _values(line, "process"), _draw_rss),
 )
