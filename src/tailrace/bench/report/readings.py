@@ -91,10 +91,8 @@ def written(name: str, value: float | None) -> str:
         return "-"
     if name.endswith("_bytes"):
         return f"{value / 2**30:.1f} GiB"
-    if name.endswith("_w"):
-        return f"{value:,.0f} W"
-    if name.endswith("_mhz"):
-        return f"{value:,.0f} MHz"
+    if name.endswith(("_w", "_mhz")):
+        return f"{value:,.0f} {'W' if name.endswith('_w') else 'MHz'}"
     if name in SUMMED or name in {"waiting_max", "running_max"}:
         return f"{value:,.0f}"
     if name == "cpu_cores_mean":
