@@ -6,7 +6,8 @@
 Both servers are started with dummy weights and less than half of the memory each, prefix caches
 off unless --prefix-cache, and stay up; every cell is then measured A B A: the first arm comes again
 last, as a check for drift. Requests are of exact lengths, the same for both, and greedy unless
---temperature says otherwise. The servers' metrics and the GPU's (NVML) are read beside every trial.
+--temperature says otherwise. The servers' metrics and the GPU's (NVML) are read beside every trial;
+the whole of our /metrics after each arm of ours lies in metrics.txt.
 `--arguments "--prefill-attention hopper"` is how ours gets a setting; with `--peer tailrace`
 another server of ours, without it, is the peer. `--then "--quant-type fp8"` stops ours after all
 cells, starts it with these settings instead of those, and measures it in the cells of
@@ -43,6 +44,7 @@ from tailrace.bench.stats import e2e_s, percentile, tpot_s, ttft_s
 from tailrace.bench.target import inspect
 from tailrace.bench.traffic.workload import Workload, build
 from tailrace.bench.trial import Server, TrialOptions, Work, run_trial
+from tailrace.bench.wire import fetch
 from tailrace.clock import monotonic
 
 if TYPE_CHECKING:
@@ -188,6 +190,10 @@ async def measure_cells(
             run = await measured(servers[name], work, folder, arguments, cell.seconds)
             row = figures(cell, name, run)
             rows.append(row)
+            if name == names[0]:
+                told = await fetch(servers[name].endpoint, "GET", "/metrics", timeout_s=30.0)
+                with (arguments.out / "metrics.txt").open("ab") as file:
+                    file.write(f"# {name}, after {text}\n".encode() + told.body + b"\n")
             print(line(row), flush=True)
             # Of a call that is cut short, what was measured stays.
             (arguments.out / "gpu_serving.json").write_text(json.dumps(rows))
@@ -372,9 +378,9 @@ def print_ratios(rows: list[dict[str, Any]], name: str, peer: str) -> None:
     ):
         a, b = ([read(r) for r in rows if r["engine"] == side and read(r)] for side in (name, peer))
         if a and b:
-            spread = max(a) / min(a) - 1
+            spread = f"its arms differ by {max(a) / min(a) - 1:.1%}" if len(a) > 1 else "one arm"
             ratio = statistics.fmean(a) / statistics.fmean(b)
-            print(f"  {label:<9} {name} / {peer} {ratio:.3f} (its arms differ by {spread:.1%})")
+            print(f"  {label:<9} {name} / {peer} {ratio:.3f} ({spread})")
 
 
 if __name__ == "__main__":
