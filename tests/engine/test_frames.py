@@ -70,7 +70,10 @@ def test_fewer_frames_still_serve_every_batch(slots):
         (1024, 128, 896, 896),  # the whole budget
         (1024, 128, 895, 768),
         (1024, 60, 63, 63),  # below the smallest frame
-        (8192, 60, 1100, 1024),  # beyond the frames: queued kernel by kernel
+        (1280, 120, 1000, 896),
+        (1280, 120, 1100, 1024),
+        (8192, 60, 1100, 1024),
+        (8192, 60, 1500, 1408),  # beyond the frames: queued kernel by kernel
         (8192, 60, 850, 768),
     ],
 )

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 _SMALL_BUCKETS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32)
 _MIXED_DECODES = (0, 16, 32, 64, 96)
 _MIXED_TOKENS = (64, 128, 256, 512)
-_PACED_TOKENS = (384, 640, 768)
-"""Further sizes where prompts are cut to a time: a cut is rounded down to what is captured."""
+_PACED_TOKENS = (384, 640, 768, 896, 1024, 1152, 1280)
+"""Further sizes where prompts are cut to a time: a cut is rounded down to what is captured. Up to
+the last, queueing kernel by kernel takes a good part of the step, or all of it where phases go
+apart and their kernels are queued twice (engine/phase_overlap)."""
 _UNCAPTURED_STEP = 128
 """Above all those, cuts are multiples of this: such steps take longer to run than to queue."""
 _FEW_TOKENS = (128, 512)
