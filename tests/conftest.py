@@ -6,12 +6,16 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support import garbage, imports
+from tests.support import beside, garbage, imports
 from tests.support.interpreter import quicken
 from tests.support.process_state import changes, process_state, put_threads_back
+
+if TYPE_CHECKING:
+    from xdist.workermanage import WorkerController
 
 garbage.pause()
 # Triton reads it when a kernel is declared: without a GPU, kernels run in its interpreter. Asking
@@ -34,11 +38,27 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let workers begin with the files that take long, so that none is left alone at the end."""
+    """Let workers begin with the files that take long, so that none is left alone at the end.
+
+    What is computed beside them is asked for last.
+    """
     if hasattr(config, "workerinput"):
         marks = ("slow", "e2e")
         long = {item.path for item in items if any(map(item.get_closest_marker, marks))}
-        items.sort(key=lambda item: item.path not in long)
+        items.sort(key=lambda item: (item.nodeid.startswith(beside.READER), item.path not in long))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: WorkerController, ids: list[str]) -> None:
+    """Begin in the process that outlives all workers, and knows of the tests by them alone."""
+    config = node.config
+    if any(name.startswith(beside.READER) for name in ids):
+        shared = config._tmp_path_factory.getbasetemp()
+        beside.start(config.rootpath, shared, config.cache.mkdir("triton"))
+
+
+def pytest_unconfigure() -> None:
+    beside.end()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

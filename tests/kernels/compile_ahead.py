@@ -1,7 +1,9 @@
 """Compile every Triton kernel for GPUs that are not here; prints one JSON line a kernel.
 
 Runs as a program, in a process without TRITON_INTERPRET: `python -m tests.kernels.compile_ahead
-sm_90 [all]`. Nothing but Triton's wheel is needed, which brings ptxas and cuobjdump.
+sm_90 [all]`. Nothing but Triton's wheel is needed, which brings ptxas and cuobjdump. `--into
+FOLDER` leaves the lines in a file instead, unless they are there: one process compiles, and who
+comes meanwhile waits. `--idle` computes in the time that nobody else wants.
 
 What serves without a plan is always compiled, in one half at least; of the rest, which is the
 candidates that only a plan may choose and the other halves, a sample of each kernel's, for all of
@@ -10,11 +12,13 @@ them take minutes. Who changes a kernel compiles `all`.
 
 from __future__ import annotations
 
+import argparse
+import fcntl
 import itertools
 import json
+import os
 import re
 import subprocess
-import sys
 import tempfile
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -66,7 +70,7 @@ from tailrace.kernels.silu_mul.triton import BLOCK, silu_mul_kernel
 from tests.kernels import machine_code
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 NVDISASM = CUOBJDUMP.with_name("nvdisasm")
@@ -722,7 +726,8 @@ def sample(cases: list[Case]) -> list[Case]:
     return [case for case in cases if id(case) in kept]
 
 
-def main(kind: int, *, with_all: bool = False) -> None:
+def found(kind: int, *, with_all: bool = False) -> Iterator[str]:
+    """Compile; yield what is known of each kernel, as a line of JSON."""
     cases = [
         *attention_cases(kind, (16, WHOLE)),
         *float8_cases(kind),
@@ -743,21 +748,49 @@ def main(kind: int, *, with_all: bool = False) -> None:
     cases += dependent_cases(kind, cases)
     for case in cases:
         compiled = build(case, kind)
-        found = {"name": case.name, **usage(compiled), **dependence(compiled)}
+        entry = {"name": case.name, **usage(compiled), **dependence(compiled)}
         if case.source is GluonASTSource:
             code = assembler(compiled)
-            found["faults"] = machine_code.faults(code, found["registers"])
+            entry["faults"] = machine_code.faults(code, entry["registers"])
             if case.kernel is triton_hopper_prefill.hopper_prefill_kernel:
-                found["overlap"] = overlap(code)
+                entry["overlap"] = overlap(code)
             if case.kernel is triton_hopper_float8.float8_hopper_kernel:
-                found["float8_products"] = float8_products(code)
+                entry["float8_products"] = float8_products(code)
             if case.kernel is triton_hopper_int4_bands.int4_bands_kernel:
-                found["pipelines"] = [asdict(loop) for loop in pipelines(code)]
+                entry["pipelines"] = [asdict(loop) for loop in pipelines(code)]
         reads_float8 = case.types is FLOAT8_KV and case.kernel in {prefill_kernel, decode_kernel}
         if reads_float8 or case.kernel is widen_kernel:
-            found["detours"] = detours(assembler(compiled))
-        print(json.dumps(found), flush=True)  # noqa: T201
+            entry["detours"] = detours(assembler(compiled))
+        yield json.dumps(entry)
+
+
+def keep(lines: Iterable[str], file: Path) -> None:
+    """Write lines to a file, all or none, where it is not there and nobody else is at it."""
+    with file.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if file.exists():
+            return
+        part = file.with_suffix(".part")
+        part.write_text("".join(f"{line}\n" for line in lines))
+        part.replace(file)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.kernels.compile_ahead")
+    parser.add_argument("kind", help="of GPU: sm_80, sm_89 or sm_90")
+    parser.add_argument("what", nargs="?", choices=["all"], help="every candidate, for minutes")
+    parser.add_argument("--into", type=Path, metavar="FOLDER")
+    parser.add_argument("--idle", action="store_true")
+    wanted = parser.parse_args()
+    if wanted.idle:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    lines = found(int(wanted.kind.removeprefix("sm_")), with_all=wanted.what == "all")
+    if wanted.into:
+        keep(lines, wanted.into / f"{wanted.kind}.jsonl")
+        return
+    for line in lines:
+        print(line, flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1].removeprefix("sm_")), with_all="all" in sys.argv[2:])
+    main()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tailrace.kernels.attention_shapes import ADA, AMPERE, HOPPER
+from tests.support import beside
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SHARED_BYTES = {AMPERE: 163 * 1024, ADA: 99 * 1024, HOPPER: 227 * 1024}
 """Most shared memory of one program."""
@@ -25,21 +29,29 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(scope="session")
+def results(tmp_path_factory, pytestconfig) -> Path:
+    """Where all workers of a run, and what compiles beside them, leave what they found."""
+    own = tmp_path_factory.getbasetemp()
+    run = own.parent if hasattr(pytestconfig, "workerinput") else own
+    (run / beside.FOLDER).mkdir(exist_ok=True)
+    return run / beside.FOLDER
+
+
 @pytest.mark.parametrize("kind", [AMPERE, ADA, HOPPER])
-def test_every_kernel_compiles_within_the_gpus_means(kind, pytestconfig, tmp_path):
-    environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
+def test_every_kernel_compiles_within_the_gpus_means(kind, pytestconfig, tmp_path, results):
     # Triton's own cache knows each kernel by its source: a second run compiles what has changed.
     kept = getattr(pytestconfig, "cache", None)
-    cache = str(kept.mkdir("triton") if kept else tmp_path)
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_ahead", f"sm_{kind}"],
-        env={**environment, "TRITON_CACHE_DIR": cache},
+        [sys.executable, "-m", "tests.kernels.compile_ahead", f"sm_{kind}", "--into", results],
+        env=beside.environment(kept.mkdir("triton") if kept else tmp_path),
         capture_output=True,
         text=True,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    kernels = [json.loads(line) for line in run.stdout.splitlines()]
+    lines = (results / f"sm_{kind}.jsonl").read_text().splitlines()
+    kernels = [json.loads(line) for line in lines]
     assert {entry["name"].split()[0] for entry in kernels} >= {
         "prefill", "decode", "rope_cache", "rms_norm", "silu_mul", "skinny", "int4", "int8",
         "sample_adjust", "sample_search", "sample_draw",
