@@ -57,6 +57,11 @@ def pytest_xdist_node_collection_finished(node: WorkerController, ids: list[str]
         beside.start(config.rootpath, shared, config.cache.mkdir("triton"))
 
 
+def pytest_runtest_logstart(nodeid: str) -> None:
+    if nodeid.startswith(beside.READER):
+        beside.hurry()
+
+
 def pytest_unconfigure() -> None:
     beside.end()
 

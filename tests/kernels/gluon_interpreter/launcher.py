@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import random
-from functools import wraps
+from functools import cache
 from types import FunctionType
 from typing import TYPE_CHECKING
 
@@ -67,7 +67,7 @@ class Interpreter:
         self, grid: tuple[int, ...], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
         options = {name: kwargs.pop(name) for name in _OPTIONS & set(kwargs)}
-        given = inspect.signature(self._kernel.fn).bind(*args, **kwargs)
+        given = _signature(self._kernel.fn).bind(*args, **kwargs)
         given.apply_defaults()
         constants = {p.name for p in self._kernel.params if p.is_constexpr}
         values = {
@@ -125,7 +125,7 @@ class Clones:
             )  # fmt: skip
             ours.__kwdefaults__ = theirs.__kwdefaults__
             constants = {p.name for p in jitted.params if p.is_constexpr}
-            self._functions[id(jitted)] = _guarded(ours, inspect.signature(theirs), constants)
+            self._functions[id(jitted)] = _guarded(ours, _signature(theirs), constants)
         return self._functions[id(jitted)]
 
     def _replaced(self, theirs: dict[str, object]) -> dict[str, object]:
@@ -156,16 +156,22 @@ def _unknown(name: str) -> Callable[..., None]:
     return refuse
 
 
+_signature = cache(inspect.signature)
+
+
 def _guarded(
     function: Callable[..., object], signature: inspect.Signature, constants: set[str]
 ) -> Callable[..., object]:
     """Return a function that refuses values of run time where constants are wanted."""
+    places = [(place, name) for place, name in enumerate(signature.parameters) if name in constants]
 
-    @wraps(function)
     def call(*args: object, **kwargs: object) -> object:
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
-            if name in constants and isinstance(value, Array | Pointer | InFlight):
+        given = [(name, args[place]) for place, name in places if place < len(args)]
+        given += [(name, kwargs[name]) for name in constants & kwargs.keys()]
+        for name, value in given:
+            if isinstance(value, Array | Pointer | InFlight):
                 raise GluonFaultError(f"{function.__name__}: {name} is no constant: {value!r}")
         return function(*args, **kwargs)
 
+    call.__name__ = function.__name__
     return call

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,12 +37,18 @@ TORCH_DTYPES = {
 GLUON_DTYPES = {ours: theirs for theirs, ours in TORCH_DTYPES.items()}
 
 
+_PLAIN: set[type] = {int, float, bool}
+"""Of what is no constexpr, and is asked most often whether it is one."""
+
+
 class GluonFaultError(Exception):
     """The kernel does what no GPU does as it is meant, or what this interpreter does not know."""
 
 
 def plain(value: object) -> object:
     """Return what a constexpr holds; anything else as it is."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, gl.constexpr):
         return plain(value.value)
     if isinstance(value, list):
@@ -90,6 +97,7 @@ class ArrayType:
     layout: object
 
 
+@cache
 def _common(a: torch.dtype, b: torch.dtype, *, divides: bool) -> torch.dtype:
     """Return the dtype in which Triton computes with two arrays."""
     if torch.float64 in {a, b}:
@@ -156,7 +164,11 @@ def paired(a: object, b: object, *, divides: bool = False) -> tuple[Array, Array
     if left.shape and right.shape and len(left.shape) != len(right.shape):
         raise GluonFaultError(f"shapes {left.shape} and {right.shape} do not meet")
     dtype = _common(left.data.dtype, right.data.dtype, divides=divides)
-    return Array(left.data.to(dtype), left.layout), Array(right.data.to(dtype), right.layout)
+    left, right = (
+        side if side.data.dtype == dtype else Array(side.data.to(dtype), side.layout)
+        for side in (left, right)
+    )
+    return left, right
 
 
 def _binary(
@@ -297,6 +309,9 @@ class Array:
 
     def reshape(self, *shape: object) -> Array:
         return Array(self.data.reshape([integer(x) for x in shape]))
+
+
+_PLAIN.add(Array)
 
 
 def converted(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
