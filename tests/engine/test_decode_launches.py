@@ -25,8 +25,12 @@ KINDS = {"awq": Int4Linear, "fp8 blocks": Float8Linear}
 
 
 def layers(*kinds):
-    """Return layers that are nothing but of these kinds."""
-    return [kind.__new__(kind) for kind in kinds]
+    """Return layers that are nothing but of these kinds; those in FP8 round all rows."""
+    made = [kind.__new__(kind) for kind in kinds]
+    for layer in made:
+        if isinstance(layer, Float8Linear):
+            layer.rounds = lambda _: True
+    return made
 
 
 @pytest.mark.parametrize("kind", [CublasLinear, SkinnyLinear])
@@ -67,10 +71,17 @@ def test_other_devices_than_the_measured_one_are_served_plainly(device, capabili
 @pytest.mark.parametrize("stored", KINDS)
 def test_models_are_told_by_their_layers(stored, tmp_path, monkeypatch):
     exact_float8(monkeypatch)
-    model = loaded(folder_of(tmp_path, stored), TritonKernels(CPU, "float32"))
+    kernels = TritonKernels(CPU, "float32", rounds_all=True)
+    model = loaded(folder_of(tmp_path, stored), kernels)
     assert least_decodes(model.layer_linears, CUDA, HOPPER) == LEAST_DECODES[KINDS[stored]]
     monkeypatch.setattr(decode_launches, "LEAST_DECODES", {KINDS[stored]: 9})
     assert least_decodes(model.layer_linears, CUDA, HOPPER) == 9
+
+
+def test_over_fp8_that_is_widened_for_few_rows_it_was_not_measured(tmp_path, monkeypatch):
+    exact_float8(monkeypatch)
+    model = loaded(folder_of(tmp_path, "fp8 blocks"), TritonKernels(CPU, "float32"))
+    assert least_decodes(model.layer_linears, CUDA, HOPPER) is None
 
 
 def test_of_two_copies_the_one_that_serves_decodes_counts(tmp_path, monkeypatch):

@@ -226,7 +226,9 @@ def test_phases_that_cannot_go_apart_are_an_error_where_it_is_asked_for(tmp_path
 
 @pytest.mark.parametrize("copy", ["fp8", "int8", "bf16"])
 @pytest.mark.parametrize("capability", [(8, 9), HOPPER, (10, 0)], ids=str)
-def test_phases_go_apart_by_themselves_where_that_was_measured(folder, copy, capability):
+def test_over_4_bits_phases_go_apart_by_themselves_where_that_was_measured(
+    folder, copy, capability
+):
     _, model = copied(folder, copy)
     assert why_off("on", model, capability) is None
     assert isinstance(overlap_of("on", model, CPU, capability), PhaseOverlap)
@@ -235,7 +237,14 @@ def test_phases_go_apart_by_themselves_where_that_was_measured(folder, copy, cap
     is_apart = isinstance(overlap_of("auto", model, CPU, capability), PhaseOverlap)
     assert is_apart == (copy == "fp8" and capability == HOPPER)
     if not is_apart:
-        assert "measured beside copies in FP8" in why_off("auto", model, capability)
+        assert "over 4 bits beside copies in FP8" in why_off("auto", model, capability)
+
+
+def test_over_half_precision_it_was_not_measured(tmp_path):
+    kernels, model = loaded(make_folder(tmp_path, None))
+    model = with_copy(model, kernels, FORMATS["fp8"])
+    assert why_off("on", model, HOPPER) is None
+    assert "over 4 bits beside copies in FP8" in why_off("auto", model, HOPPER)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +252,7 @@ def test_phases_go_apart_by_themselves_where_that_was_measured(folder, copy, cap
     [
         ("fp8", "on", "decodes and prompts at once"),
         ("fp8", "auto", "decodes and prompts at once"),
-        ("bf16", "auto", "off: it was measured beside copies in FP8 on GPUs of compute capability"),
+        ("bf16", "auto", "off: it was measured over 4 bits beside copies in FP8 on GPUs of"),
         ("fp8", "off", "off: as asked"),
         ("same", "auto", "off: one copy of the weights serves both phases"),
     ],

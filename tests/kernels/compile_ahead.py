@@ -42,6 +42,7 @@ from tailrace.kernels.attention_shapes import (
 )
 from tailrace.kernels.dependent_launch import has_dependent_launches
 from tailrace.kernels.linear import (
+    hopper_float8_ways,
     hopper_int4_ways,
     triton_float8,
     triton_float8_few,
@@ -162,6 +163,7 @@ def attention_cases(
                 shape.num_stages,
                 is_candidate=shape not in served,
             )
+        usual = decode_shape(head_dim, capability, is_float8=is_float8)
         for decode in decode_candidates(head_dim, capability, is_float8=is_float8):
             yield Case(
                 f"decode {head_dim} {decode.words}",
@@ -172,7 +174,7 @@ def attention_cases(
                 },
                 decode.num_warps,
                 decode.num_stages,
-                is_candidate=decode != decode_shape(head_dim, capability),
+                is_candidate=decode != usual,
             )  # fmt: skip
 
 
@@ -410,6 +412,11 @@ def hopper_float8_cases(kind: int) -> Iterator[Case]:
     """Every candidate's kind, by channels and by blocks, in one half each."""
     if kind < HOPPER:
         return
+    served = {
+        of_class
+        for *_, names in hopper_float8_ways.SERVED
+        for of_class in zip(triton_hopper_float8.CANDIDATES, names, strict=True)
+    }
     floats = dict.fromkeys(("x_scale_ptr", "w_scale_ptr"), "*fp32")
     boxes, scales = triton_hopper_float8.BYTES_LAYOUT, triton_hopper_ring.META_LAYOUT
     kinds = {
@@ -436,7 +443,8 @@ def hopper_float8_cases(kind: int) -> Iterator[Case]:
         yield Case(
             f"hopper_float8 {rows} blocks={by_blocks} {shape.words}",
             triton_hopper_float8.float8_hopper_kernel, constants, shape.warps, types=types,
-            registers=registers, source=GluonASTSource, is_candidate=True,
+            registers=registers, source=GluonASTSource,
+            is_candidate=(rows, shape.words) not in served,
         )  # fmt: skip
 
 

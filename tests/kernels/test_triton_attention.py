@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -7,7 +8,15 @@ import pytest
 import torch
 
 from tailrace.errors import ConfigError, EngineError
-from tailrace.kernels.attention_shapes import ADA, AMPERE, HOPPER, decode_shape, kind, prefill_shape
+from tailrace.kernels.attention_shapes import (
+    ADA,
+    AMPERE,
+    HOPPER,
+    decode_candidates,
+    decode_shape,
+    kind,
+    prefill_shape,
+)
 from tests.kernels.compare import assert_close
 from tests.kernels.paged import NAN, Paged, make_batch
 from tests.support.streams import written_streams
@@ -182,10 +191,11 @@ def test_prompts_beside_decodes_are_waited_for_whatever_fails(monkeypatch, fails
 )  # fmt: skip
 def test_each_gpu_has_its_rows(capability, expected):
     assert kind(capability) == expected
-    for head_dim in (16, 32, 64, 128, 256):
-        shape = decode_shape(head_dim, capability)
+    for head_dim, is_float8 in itertools.product((16, 32, 64, 128, 256), (False, True)):
+        shape = decode_shape(head_dim, capability, is_float8=is_float8)
+        assert shape == decode_candidates(head_dim, capability, is_float8=is_float8)[0]
         assert shape.split % shape.block_n == 0
-        # Where a row's sums are cut is the same for every GPU and head.
+        # Where a row's sums are cut is the same for every GPU, head and cache, and so is scratch.
         assert shape.split == 512
         for longest in (1, 1023, 1024, 200_000):
             assert prefill_shape(head_dim, longest, capability).block_m >= 64

@@ -3,7 +3,8 @@
     sequences             1 ..... 16     17 ........
     half precision        plain          dependent
     4 bits                dependent      dependent
-    FP8                   from 8 on      dependent
+    FP8, all rounded      from 8 on      dependent
+    FP8, few widened      plain          plain: not measured
 
 The bits are the same either way (kernels/dependent_launch.py). Measured on an H200
 (`benchmarks/gpu_engine.py --launches`, docs/performance.md), so it holds for Hopper alone. A step
@@ -35,12 +36,12 @@ LEAST_DECODES: Mapping[type, int | None] = {
     Int4Linear: 1,
     Float8Linear: 8,
 }
-"""The least batch size that wins by each kind of layer; None: plain.
+"""The least batch size that wins by each kind of layer; None: plain. FP8 where it rounds all rows.
 
 Half precision saves 75 to 126 us of a step at 20 to 50 sequences, at 128 from nothing to 138. Up to
 16 it loses 85 to 100: all of its layers are our own kernel's there, which then asks for its weight
 before its turn. In 4 bits 444 us are saved at 1 sequence, 237 at 20, 89 at 128. FP8 that rounds
-all rows saves 87 to 258 us at 8 to 128 sequences and loses 27 at 1; between was not measured.
+all rows saves 87 to 258 us at 8 to 128 sequences and loses 27 at 1; 2 to 7 were not measured.
 """
 
 MEASURED = (9, 0)
@@ -60,16 +61,18 @@ def least_decodes(
     if not has_dependent_launches(device, capability) or capability != MEASURED:
         return None
     least = 0
-    for kind in {_kind(linear) for linear in linears}:
-        wins = LEAST_DECODES.get(kind)
+    for wins in {_least(linear) for linear in linears}:
         if wins is None:
             return None
         least = max(least, wins)
     return least or None
 
 
-def _kind(linear: Linear) -> type:
-    return type(linear.few if isinstance(linear, PhasedLinear) else linear)
+def _least(linear: Linear) -> int | None:
+    few = linear.few if isinstance(linear, PhasedLinear) else linear
+    if isinstance(few, Float8Linear) and not few.rounds(1):
+        return None
+    return LEAST_DECODES.get(type(few))
 
 
 def describe(least: int | None) -> str:

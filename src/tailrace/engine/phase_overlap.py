@@ -18,9 +18,9 @@ before the fork or lives until the join, and the next fork waits for this step's
 fails half-way is joined all the same: the next step overwrites the arrays that its kernels read,
 and a capture with a stream that never came back cannot be ended.
 
-`auto` goes apart where that was measured: beside copies in FP8 on Hopper. On an H200 it won, and
-answers were those of steps that go one way, bit for bit (`benchmarks/gpu_engine.py --mixed` does
-both; docs/performance.md).
+`auto` goes apart where that was measured: on Hopper, over 4 bits beside copies in FP8. On an H200
+it won, and answers were those of steps that go one way, bit for bit (`benchmarks/gpu_engine.py
+--mixed` does both; docs/performance.md).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import torch
 
 from tailrace.errors import ConfigError
 from tailrace.kernels.linear.float8_linear import Float8Linear
+from tailrace.kernels.linear.int4_linear import Int4Linear
 from tailrace.kernels.linear.phased_linear import PhasedLinear
 
 if TYPE_CHECKING:
@@ -80,15 +81,17 @@ def why_off(asked: str, model: CausalLM, capability: Capability) -> str | None:
     reason = why_not_apart(model)
     if reason is None and asked == "auto" and not _is_measured(model, capability):
         return (
-            "it was measured beside copies in FP8 on GPUs of compute capability "
+            "it was measured over 4 bits beside copies in FP8 on GPUs of compute capability "
             f"{'.'.join(map(str, MEASURED))} alone; --phase-overlap on has it"
         )
     return reason
 
 
 def _is_measured(model: CausalLM, capability: Capability) -> bool:
-    copies = [one.many for one in model.layer_linears if isinstance(one, PhasedLinear)]
-    return capability == MEASURED and all(isinstance(copy, Float8Linear) for copy in copies)
+    phased = [one for one in model.layer_linears if isinstance(one, PhasedLinear)]
+    return capability == MEASURED and all(
+        isinstance(one.few, Int4Linear) and isinstance(one.many, Float8Linear) for one in phased
+    )
 
 
 def overlap_of(
