@@ -83,7 +83,7 @@ class EngineConfig:
         "auto",
         "Whether a GPU computes the decodes and the prompts of a step at once, on two streams, "
         "where each has its copy of the weights (prefill-weights). on: an error where they have "
-        "not | off | auto: where it was measured, beside an FP8 copy on a Hopper GPU.",
+        "not | off | auto: where it was measured, over 4 bits beside an FP8 copy on a Hopper GPU.",
     )
     gpus: tuple[int, ...] = setting((), "Device indices; empty serves on the CPU.")
     context_length: int = setting(0, "Most tokens of one sequence; 0 takes the model's own.")

@@ -11,8 +11,8 @@ and blocks of 128 x 128 on Hopper only; elsewhere those are our own kernel's.
     rounding all     rounded, few   rounded, few        rounded, many
 
 Widening takes longer than the weight's bytes do. A layer that rounds all rows multiplies few of
-them as they are: a choice of accuracy, which no plan makes. On Hopper a plan may choose among two
-kernels then (`hopper_float8_ways`), elsewhere `triton_float8_few` multiplies.
+them as they are: a choice of accuracy, which no plan makes. On Hopper one of two kernels does then,
+by a table or a plan (`hopper_float8_ways`), elsewhere `triton_float8_few`.
 """
 
 from __future__ import annotations

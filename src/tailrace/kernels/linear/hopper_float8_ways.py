@@ -57,7 +57,8 @@ Seen on an H200 (gpu_float8.py, 2026-11-30), a scale an output, microseconds by 
     qkv        8.9/ 8.2/ 7.5   10.5/ 8.4/ 7.5   13.5/ 8.9/ 8.1   15.6/11.3/10.0     4608 x 3584
     o          8.2/ 7.2/ 6.2    9.4/ 7.4/ 6.3   12.1/ 8.2/ 6.8   15.3/10.8/ 8.9     3584 x 3584
 
-By blocks of 128 x 128, which were timed at 64 rows, gate_up gains as well: 57.1 to 44.0.
+By blocks of 128 x 128, which were timed at 64 rows alone: gate_up 56.6/45.2/44.0, down 34.7/33.8/
+32.9 (30.0 and 27.6 by runs, which would lose by channels), qkv 13.1/10.1/8.7, o 12.0/9.6/7.7.
 """
 
 

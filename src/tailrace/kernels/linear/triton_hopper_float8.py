@@ -532,7 +532,7 @@ def _candidates(rows: int) -> tuple[HopperFloat8Shape, ...]:
 CANDIDATES: dict[int, tuple[HopperFloat8Shape, ...]] = {
     rows: _candidates(rows) for rows in (16, 32, 64, 128)
 }
-"""By the rows of the tile, ascending: what a plan or a sweep may try. None is timed yet."""
+"""By the rows of the tile, ascending: what a plan or a sweep may try."""
 
 MOST_ROWS = max(CANDIDATES)
 

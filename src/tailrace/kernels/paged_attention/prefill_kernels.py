@@ -40,8 +40,9 @@ _HALVES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128)
 """Of Hopper's kernel."""
 FASTER_HEAD_DIMS = (128,)
-"""Those where it was timed beside Triton's, and was faster in every class of lengths, over KV in
-the activations' dtype and over float8, which is widened for it first."""
+"""Those where it was timed beside Triton's, and was faster in every class of lengths over KV in the
+activations' dtype. Over float8, which is widened for it first, from 1K keys on; below, Triton's was
+timed as it read float8 before (docs/performance.md)."""
 _ATOM = 8
 """Tokens of the least unit of Hopper's kernel; larger ones are powers of two. A float8 cache
 may have others: what is widened of it lies in units of its own."""
