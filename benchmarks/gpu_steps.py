@@ -276,8 +276,8 @@ def lack_memory_at_capture(folder: Path, runner: ThreadPoolExecutor) -> None:
     plan_memory, capture = cuda_setup.plan_memory, cuda_setup.CudaRunner.capture
     details = []
 
-    def greedy(*arguments: object) -> object:
-        plan = plan_memory(*arguments)
+    def greedy(*arguments: object, **more: object) -> object:
+        plan = plan_memory(*arguments, **more)
         return replace(plan, kv=torch.cuda.mem_get_info()[0] - (LEFT_MIB << 20))
 
     def noted(self: object, detail: str) -> None:

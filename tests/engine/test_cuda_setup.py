@@ -1,12 +1,18 @@
 """What is given up, in which order, where a GPU's memory is short; on a device made of lists."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from structlog.testing import capture_logs
 
+from tailrace.config import EngineConfig
+from tailrace.engine import cuda_setup
 from tailrace.engine.cuda_setup import MemoryPlan, capture_within_memory
 from tailrace.engine.setup import describe_kv
 from tailrace.errors import ConfigError
+from tailrace.kernels.early_compile import EarlyCompile
 
 
 class ShortRunner:
@@ -81,3 +87,34 @@ def test_the_plan_and_the_pool_say_what_they_mean():
     assert describe_kv(100_000, 8192, 57_344) == (
         "100,000 tokens in 5.34 GiB: 12 sequences of 8,192, or more shorter"
     )
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_kernels_are_compiled_ahead_on_a_gpu_alone(device, monkeypatch):
+    """A worker is expected before the weights are loaded, and none is left at the end."""
+    told = []
+
+    class Early(EarlyCompile):
+        def expect(self):
+            told.append("expected")
+
+        def close(self):
+            told.append("closed")
+
+    def weights(*_):
+        told.append("weights")
+        return SimpleNamespace(device=torch.device(device)), "model"
+
+    def runner(*_, early, **__):
+        told.append(type(early))
+        return "runner"
+
+    monkeypatch.setattr(cuda_setup, "EarlyCompile", Early)
+    monkeypatch.setattr(cuda_setup, "load_weights", weights)
+    monkeypatch.setattr(cuda_setup, "_load_runner", runner)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+    assert cuda_setup.load_runner(EngineConfig(gpus=(0,)), Path(), 16) == "runner"
+    if device == "cuda":
+        assert told == ["expected", "weights", Early, "closed"]
+    else:
+        assert told == ["weights", type(None), "closed"]

@@ -290,6 +290,25 @@ def test_memory_that_streams_keep_to_themselves_is_no_kv(folder, monkeypatch):
     assert plans["off"].kv - plans["on"].kv == more
 
 
+def test_the_steps_that_are_measured_are_compiled_ahead(folder, monkeypatch):
+    kernels, model = copied(folder, "fp8")
+    FakeCuda(monkeypatch, 4 << 30)
+    done = []
+    monkeypatch.setattr(cuda_setup, "measure_step", lambda *_, rows, **__: done.append(rows) or 0)
+
+    class Early:
+        def before(self, work, *, since):
+            work()
+            done.append(since)
+
+    config = EngineConfig(
+        model_path=str(folder), gpus=(0,), max_batch_size=2, max_num_batched_tokens=16,
+        phase_overlap="on",
+    )  # fmt: skip
+    cuda_setup.plan_memory(config, model, kernels, 16, 64, early=Early())
+    assert done == [16, 2, "largest step", 16, 2]
+
+
 def test_streams_are_made_by_the_measured_priorities(monkeypatch):
     made = []
     monkeypatch.setattr(

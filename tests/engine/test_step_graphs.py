@@ -70,6 +70,47 @@ def test_before_a_capture_runs_one_layer_of_each_kind_and_graphs_hold_all(
     assert depths == expected
 
 
+class Rehearsals:
+    """Has work done ahead, and says when."""
+
+    def __init__(self, depths):
+        self.depths = depths
+        self.ended_at = []
+
+    def before(self, work, *, since):
+        assert since == "capture"
+        work()
+        self.ended_at.append(len(self.depths))
+
+
+def test_what_a_capture_begins_with_is_done_ahead_and_leaves_no_ids(
+    folder, device_of_graphs, monkeypatch
+):
+    """Ids that no kernel has made are not what the first steps begin with."""
+    rows, ids = [], []
+
+    def forward(self, ids, batch, caches, scales=None):
+        rows.append((len(ids), batch.num_decodes, batch.shape))
+        return torch.zeros(len(ids), self.config.hidden_size)
+
+    def sample(places, *_):
+        ids.append(places.last_tokens.tolist())
+        places.last_tokens.fill_(9)
+        return torch.zeros(1), torch.zeros(1)
+
+    runner = gpu_runner(folder, CudaRunner)
+    monkeypatch.setattr(ForwardPass, "sample_rows", sample)
+    monkeypatch.setattr(type(runner.model), "forward", forward)
+    runner._early_compile = rehearsals = Rehearsals(rows)
+    runner.capture()
+    count = len(runner.step_graphs.graphs)
+    assert rehearsals.ended_at == [count]
+    assert rows[:count] == rows[count : 2 * count]  # what is compiled ahead is what is wanted
+    assert len(rows) == 3 * count
+    assert ids[count] == ids[0] == [0] * len(ids[0])
+    assert ids[1] == [9] * len(ids[0])
+
+
 def test_decodes_are_captured_once_more_by_dependent_launches_and_serve_when_asked(
     folder, device_of_graphs, monkeypatch
 ):

@@ -223,8 +223,8 @@ def test_a_start_counts_the_scratch_in_its_memory_and_says_what_it_holds(
     plans = []
     planned = cuda_setup.plan_memory
 
-    def spy(*given):
-        plans.append(planned(*given))
+    def spy(*given, **more):
+        plans.append(planned(*given, **more))
         return plans[-1]
 
     monkeypatch.setattr(cuda_setup, "plan_memory", spy)

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from tailrace.engine.phase_overlap import PhaseOverlap
     from tailrace.engine.scheduler import Chunk, Step
     from tailrace.engine.step_time import StepLoad
+    from tailrace.kernels.early_compile import EarlyCompile
     from tailrace.kernels.kv_scales import KVScales
     from tailrace.kernels.paged_attention.prefill_kernels import PrefillShape
     from tailrace.kernels.triton_kernels import TritonKernels
@@ -92,6 +93,7 @@ class CudaRunner:
         paced: Whether prompts beside decodes are cut to a time.
         prefill_weights: Whose copy of the weights serves prompts; "same": there is one.
         overlap: Has decodes and prompts of a step go apart, each by its copy.
+        early_compile: Compiles what a capture needs, before it needs it; None: nothing does.
 
     Raises:
         EngineError: KV scales and cache do not go together.
@@ -113,10 +115,12 @@ class CudaRunner:
         paced: bool = False,
         prefill_weights: str = "same",
         overlap: PhaseOverlap | None = None,
+        early_compile: EarlyCompile | None = None,
     ) -> None:
         if (kv_scales is not None) != (kv_dtype == FLOAT8):
             raise EngineError("KV scales go with a float8 cache, and with no other")
         self.prefill_weights = prefill_weights
+        self._early_compile = early_compile
         self.sampler = sampler
         self.device = kernels.device
         self.block_size = block_size
@@ -203,10 +207,19 @@ class CudaRunner:
 
     def capture(self, detail: Detail = "all") -> None:
         """Capture the graphs of the steps that have frames (`StepGraphs.capture`)."""
+        if self._early_compile is not None:
+            self._early_compile.before(partial(self._rehearse, detail), since="capture")
         self.step_graphs.capture(detail)
+        self._warm_without_room()
+
+    def _rehearse(self, detail: Detail) -> None:
+        """Do once what `capture` begins with."""
+        self.step_graphs.rehearse(detail)
+        self._warm_without_room()
+
+    def _warm_without_room(self) -> None:
+        """Warm what serves prompts that there is no room to widen: none is to wait for it."""
         if self._kernels.wide_tokens:
-            # What serves prompts that there is no room to widen is not to be compiled while they
-            # wait.
             longest = self.forward_pass.tables.max_tokens
             self.step_graphs.warm(self._prefill_shape(longest, has_room=False))
 

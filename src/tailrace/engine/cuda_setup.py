@@ -30,6 +30,7 @@ from tailrace.engine.slot_tables import most_sequences, table_bytes
 from tailrace.engine.start_times import StartTimes
 from tailrace.errors import ConfigError
 from tailrace.kernels.attention_shapes import FLOAT8_CAPABILITY, decode_shape
+from tailrace.kernels.early_compile import EarlyCompile
 from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.linear.float8_linear import ROUNDED
 from tailrace.kernels.paged_attention.device_batch import DeviceBatch, cut_tiles
@@ -196,7 +197,33 @@ def load_runner(
         ModelError: The checkpoint cannot be served.
     """
     times = times or StartTimes()
-    kernels, loaded = load_weights(config, folder, times)
+    with EarlyCompile(mark=times.mark) as early:
+        if torch.cuda.is_available():
+            early.expect()
+        kernels, loaded = load_weights(config, folder, times)
+        compiler = early if kernels.device.type == "cuda" else None  # else interpreted, in tests
+        return _load_runner(
+            config,
+            folder,
+            kernels,
+            loaded,
+            token_budget=token_budget,
+            times=times,
+            early=compiler,
+        )
+
+
+def _load_runner(
+    config: EngineConfig,
+    folder: Path,
+    kernels: TritonKernels,
+    loaded: CausalLM,
+    *,
+    token_budget: int,
+    times: StartTimes,
+    early: EarlyCompile | None,
+) -> tuple[CudaRunner, int, int, str]:
+    """Do what is left of `load_runner` once the weights are there."""
     context = config.context_length or loaded.config.max_position
     if context > loaded.config.max_position:
         raise ConfigError(
@@ -211,7 +238,14 @@ def load_runner(
     )
     # Before anything is multiplied: layers that are made later find no scratch.
     shared = _share_memory(
-        config, folder, kernels, loaded, token_budget=token_budget, context=context, times=times
+        config,
+        folder,
+        kernels,
+        loaded,
+        token_budget=token_budget,
+        context=context,
+        times=times,
+        early=early,
     )
     prefill, memory = shared.prefill, shared.memory
     token_bytes = kv_bytes_per_token(loaded, kv_dtype)
@@ -245,6 +279,7 @@ def load_runner(
             paced=config.itl_target_s > 0,
             prefill_weights=prefill.choice.name,
             overlap=overlap,
+            early_compile=early,
         )
         return runner, length, num_blocks
 
@@ -285,6 +320,7 @@ def _share_memory(
     token_budget: int,
     context: int,
     times: StartTimes,
+    early: EarlyCompile | None,
 ) -> _Shared:
     """Make the sampler and the prompts' copy, measure the plan and the largest step beside them.
 
@@ -301,7 +337,9 @@ def _share_memory(
     def measured() -> tuple[DeviceSampler, MemoryPlan]:
         sampler = _make_sampler(config, loaded, kernels)
         _apply_plan(config, kernels, prefill.model, context, times)
-        return sampler, plan_memory(config, prefill.model, kernels, token_budget, context)
+        return sampler, plan_memory(
+            config, prefill.model, kernels, token_budget, context, early=early
+        )
 
     found = measured() if prefill.choice.format is None else _within_memory(measured)
     if found is None:
@@ -474,18 +512,37 @@ def plan_memory(
     kernels: TritonKernels,
     token_budget: int,
     context: int,
+    *,
+    early: EarlyCompile | None = None,
 ) -> MemoryPlan:
-    """Measure the largest step and give KV what is left of the allowed share."""
+    """Measure the largest step and give KV what is left of the allowed share.
+
+    Args:
+        config: The settings.
+        model: On the device.
+        kernels: The model's.
+        token_budget: Most rows of a step.
+        context: Most tokens of a sequence.
+        early: Compiles what the step needs, before it is measured.
+    """
+    measured = partial(measure_step, model, kernels, sampled=config.max_batch_size, context=context)
+    is_apart = why_off(config.phase_overlap, model, kernels.capability) is None
+
+    def steps() -> tuple[int, int]:
+        # What one stream has freed no other gets: decodes' rows lie beside the prompts'.
+        most = measured(rows=token_budget)
+        return most, measured(rows=min(config.max_batch_size, token_budget)) if is_apart else 0
+
+    if early is not None:
+        # First of all: cuBLAS's workspaces, which stay, are then counted beside the weights.
+        early.before(steps, since="largest step")
     torch.cuda.empty_cache()
     weights = torch.cuda.memory_allocated()
-    measured = partial(measure_step, model, kernels, sampled=config.max_batch_size, context=context)
-    activations = measured(rows=token_budget)
+    activations, beside = steps()
     apart = 0
-    if why_off(config.phase_overlap, model, kernels.capability) is None:
-        # What one stream has freed no other gets: decodes' rows, logits and the joined rows lie
-        # beside the prompts' rows, once in graphs and once out of them.
-        joined = token_budget * model.config.hidden_size * 4
-        apart = 2 * (measured(rows=min(config.max_batch_size, token_budget)) + joined)
+    if is_apart:
+        # So do logits and the joined rows; once in graphs and once out of them.
+        apart = 2 * (beside + token_budget * model.config.hidden_size * 4)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     allowed = int(total * config.gpu_memory_utilization)

@@ -1,5 +1,7 @@
 """The steps that are captured as CUDA graphs: how each is made, and which serve.
 
+    tried       as warmed, but for kernels' launches: what is to be compiled is found out, and is
+                compiled by several processes (kernels/early_compile.py)
     warmed      a layer of each kind is run: what compiles or loads kernels does so
     captured    all layers, the largest frame first, so that the others lie in its memory
     serves      by frame; others of the same frame may take its place, and it theirs
@@ -21,7 +23,7 @@ from tailrace.errors import EngineError
 from tailrace.kernels.dependent_launch import dependent_launches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tailrace.engine.forward_pass import ForwardPass
     from tailrace.engine.frames import Detail, FrameSizes
@@ -81,6 +83,17 @@ class StepGraphs:
         self.serve_by(self._captured(self._sizes.keep(detail), self.dependent_from))
 
     @torch.inference_mode()
+    def rehearse(self, detail: Detail = "all") -> None:
+        """Run a layer of each kind of the frames that `capture` will; it may be without kernels.
+
+        What a step leaves for the next is as it was before.
+        """
+        kept = self._pass.last_tokens.clone()
+        for frame, dependent in self._ways(self._sizes.keep(detail), self.dependent_from):
+            self._warmed(frame, self.shape, dependent=dependent)
+        self._pass.last_tokens.copy_(kept)
+
+    @torch.inference_mode()
     def captured_decodes(self, *, dependent: bool) -> CapturedSteps:
         """Capture the steps of decodes once more, after `capture`; what serves stays as it is.
 
@@ -111,16 +124,23 @@ class StepGraphs:
 
     def _captured(self, frames: Sequence[Frame], dependent_from: int | None) -> CapturedSteps:
         """Capture frames, the largest first; decodes alone, if so many, by dependent launches."""
-        runs = []
-        for frame in frames:
-            is_many = dependent_from is not None and frame.decodes >= dependent_from
-            runs.append(self._warmed(frame, self.shape, dependent=is_many and not frame.tokens))
+        runs = [
+            self._warmed(frame, self.shape, dependent=dependent)
+            for frame, dependent in self._ways(frames, dependent_from)
+        ]
         steps = CapturedSteps({}, {})
         stream, pool = torch.cuda.Stream(self._pass.device), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
         with quietly():
             for frame, run in zip(frames, runs, strict=True):
                 steps.graphs[frame], steps.outputs[frame] = captured(run, stream, pool)
         return steps
+
+    @staticmethod
+    def _ways(frames: Sequence[Frame], dependent_from: int | None) -> Iterator[tuple[Frame, bool]]:
+        """Return frames and whether each goes by dependent launches: decodes alone, if so many."""
+        for frame in frames:
+            is_many = dependent_from is not None and frame.decodes >= dependent_from
+            yield frame, is_many and not frame.tokens
 
     def _warmed(
         self, frame: Frame, shape: PrefillShape, *, dependent: bool

@@ -1,0 +1,270 @@
+"""Kernels that are compiled ahead, and a GPU of which only the name is there; run as a program.
+
+`python -m tests.kernels.early_kernels WHAT` in a process without TRITON_INTERPRET, where kernels
+are compiled and cannot be launched: this machine has no GPU. Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import structlog
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia import hopper as gluon_hopper
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tailrace.kernels.early_compile import EarlyCompile, collecting
+
+CORES = sorted(os.sched_getaffinity(0))
+
+
+class NamedGpu:
+    """What Triton asks of a driver before it launches: which GPU there is."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+@triton.jit
+def plain_kernel(x_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.load(x_ptr + at, mask=at < count), mask=at < count)
+
+
+@triton.jit
+def constants_kernel(
+    x_ptr, bias_ptr, out_ptr,
+    DTYPE: tl.constexpr, NAME: tl.constexpr, ON: tl.constexpr, SHAPE: tl.constexpr,
+):  # fmt: skip
+    at = tl.arange(0, SHAPE[0])
+    x = tl.load(x_ptr + at)
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + at)
+    if ON and NAME == "fp32":
+        x *= SHAPE[1]
+    tl.store(out_ptr + at, x.to(DTYPE))
+
+
+@triton.jit(do_not_specialize=["count"])
+def dependent_kernel(x_ptr, count, scale, BLOCK: tl.constexpr):
+    tl.extra.cuda.gdc_wait()
+    at = tl.arange(0, BLOCK)
+    tl.store(x_ptr + at, tl.load(x_ptr + at) * scale, mask=at < count)
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+@gluon.jit
+def gluon_kernel(x_ptr, out_ptr, BLOCK: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    at = gl.arange(0, BLOCK, layout=layout)
+    gl.store(out_ptr + at, gl.load(x_ptr + at))
+
+
+@triton.jit
+def boxes_kernel(boxes, out_ptr, BLOCK: tl.constexpr):
+    tl.store(out_ptr + tl.arange(0, BLOCK), tl.sum(boxes.load([0, 0]), 0))
+
+
+@gluon.jit
+def gluon_boxes_kernel(boxes, out_boxes):
+    box = gl.allocate_shared_memory(boxes.dtype, boxes.block_type.shape, boxes.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    mbarrier.expect(bar, boxes.block_type.nbytes)
+    tma.async_copy_global_to_shared(boxes, [0, 0], bar, box)
+    mbarrier.wait(bar, 0)
+    tma.async_copy_shared_to_global(out_boxes, [0, 0], box)
+
+
+FACTOR = tl.constexpr(3.0)
+
+
+@triton.jit
+def times_factor(x):
+    return x * FACTOR
+
+
+@triton.jit
+def first_caller_kernel(x_ptr):
+    tl.store(x_ptr, times_factor(tl.load(x_ptr)))
+
+
+@triton.jit
+def second_caller_kernel(x_ptr):
+    tl.store(x_ptr, times_factor(tl.load(x_ptr) + 1.0))
+
+
+@triton.jit
+def failing_kernel(x_ptr, BLOCK: tl.constexpr):
+    tl.static_assert(BLOCK == 0, "never")
+    tl.store(x_ptr, 0.0)
+
+
+@triton.jit
+def function_kernel(x_ptr, FUNCTION: tl.constexpr):
+    tl.store(x_ptr, FUNCTION(tl.load(x_ptr)))
+
+
+@triton.jit
+def twice(x):
+    return x * 2
+
+
+def launches() -> None:
+    """Launch each kernel that can be compiled once, some in two ways."""
+    x, out = torch.ones(64), torch.zeros(64)
+    plain_kernel[1,](x, out, 64, BLOCK=64)
+    plain_kernel[lambda _: (1,)](x, out, 63, BLOCK=64, num_warps=2)
+    constants_kernel[1,](x, None, out, tl.float32, "fp32", ON=True, SHAPE=(64, 2.5))
+    constants_kernel[1,](x.half(), x, out.half(), tl.float16, "int8", ON=False, SHAPE=(64, 1.0))
+    dependent_kernel[1,](x, 1, 2.0, BLOCK=64, launch_pdl=True)
+    gluon_kernel[1,](x, out, BLOCK=128)
+    gluon_kernel[1,](x, out, BLOCK=128, maxnreg=64)
+    matrix = torch.ones(64, 64, dtype=torch.float16)
+    boxes_kernel[1,](TensorDescriptor.from_tensor(matrix, [16, 64]), out, BLOCK=64)
+    shape = [16, 64]
+    layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float16)
+    descs = [gluon_hopper.TensorDescriptor.from_tensor(matrix, shape, layout) for _ in range(2)]
+    gluon_boxes_kernel[1,](*descs)
+    # What the second calls was hashed before it, which the worker may do in another order.
+    first_caller_kernel[1,](x)
+    second_caller_kernel[1,](x)
+
+
+@contextmanager
+def only_from_disk():
+    """Let a compilation fail that Triton's cache on disk does not spare."""
+
+    def refuse(self: ASTSource, *_: Any, **__: Any) -> None:
+        raise AssertionError(f"{self.name} is compiled here")
+
+    from triton.experimental.gluon._runtime import GluonASTSource  # noqa: PLC0415
+
+    with (
+        mock.patch.object(ASTSource, "make_ir", refuse),
+        mock.patch.object(GluonASTSource, "make_ir", refuse),
+    ):
+        yield
+
+
+@contextmanager
+def told():
+    """Collect what is logged."""
+    with structlog.testing.capture_logs() as lines:
+        yield lines
+
+
+def compiled() -> dict[str, Any]:
+    """Compile ahead, then load what the launches want; nothing is compiled here."""
+    marks = []
+    with EarlyCompile(cores=CORES * 4, mark=marks.append) as early, told() as lines:
+        early.expect()
+        is_ready = early._waiting is not None
+        early.before(launches, since="before")
+        early.before(launches, since="between")
+    loaded = []
+    with only_from_disk(), mock.patch.object(triton.runtime.JITFunction, "run", _warm(loaded)):
+        launches()
+    return {"log": lines, "loaded": loaded, "marks": marks, "is_ready": is_ready}
+
+
+def _warm(loaded: list[str]):
+    run = triton.runtime.JITFunction.run
+
+    def warm(self, *args, grid, warmup, **kwargs):
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        loaded.append(kernel.name)
+        return kernel
+
+    return warm
+
+
+def faulty() -> dict[str, Any]:
+    """One kernel does not compile, and one cannot be ordered; the others are."""
+
+    def work() -> None:
+        launches()
+        failing_kernel[1,](torch.ones(1), BLOCK=16)
+        function_kernel[1,](torch.ones(1), FUNCTION=twice)
+
+    with EarlyCompile(cores=CORES * 4) as early, told() as lines:
+        early.before(work, since="")
+    return {"log": lines}
+
+
+def dying() -> dict[str, Any]:
+    """Workers that die, that never answer, that are killed, and that do not exist."""
+    lines = []
+    for script, timeout_s in (
+        ("import sys; sys.exit(3)", 60),
+        ("import time; time.sleep(60)", 1),
+        ("import os; os.kill(os.getpid(), 9)", 60),
+    ):
+        command = (sys.executable, "-c", script)
+        with EarlyCompile(command, cores=CORES * 4, timeout_s=timeout_s) as early, told() as said:
+            early.before(launches, since="")
+        lines += said
+    with EarlyCompile(("/nowhere",), cores=CORES * 4) as early, told() as said:
+        early.before(launches, since="")
+    return {"log": [*lines, *said]}
+
+
+def few() -> dict[str, Any]:
+    """What is not worth a worker starts none: few kernels, or no core for it."""
+    x = torch.ones(64)
+    with mock.patch.object(EarlyCompile, "_start", side_effect=AssertionError), told() as lines:
+        early = EarlyCompile(cores=CORES * 4)
+        early.before(lambda: plain_kernel[1,](x, x, 64, BLOCK=64), since="")
+        early = EarlyCompile(cores=[0, 1])
+        early.expect()
+        early.before(launches, since="")
+    return {"log": lines}
+
+
+def collected() -> dict[str, Any]:
+    """What is collected is neither compiled nor launched, nor is what is in memory already."""
+    x = torch.ones(64)
+    with mock.patch.object(triton.runtime.JITFunction, "run", _warm([])):
+        plain_kernel[1,](x, x, 64, BLOCK=64)  # compiled: is in memory
+    kept = triton.runtime.JITFunction.run
+    with only_from_disk(), collecting() as found:
+        launches()  # a launch would ask NamedGpu for what it does not have
+    assert triton.runtime.JITFunction.run is kept
+    with suppress(ZeroDivisionError), collecting():
+        1 / 0  # noqa: B018
+    assert triton.runtime.JITFunction.run is kept
+    names = sorted(order.name for order in found.orders.values())
+    return {"names": names, "left": found.left}
+
+
+def main(what: str) -> None:
+    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
+        os.environ["TRITON_CACHE_DIR"] = folder
+        driver.set_active(NamedGpu())
+        print(json.dumps(globals()[what](), default=str))  # noqa: T201
+
+
+if __name__ == "__main__":
+    # Workers import the kernels by the name of their module, which is another here.
+    import_module("tests.kernels.early_kernels").main(sys.argv[1])

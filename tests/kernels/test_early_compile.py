@@ -1,0 +1,136 @@
+"""What is compiled ahead is what is launched: for Hopper, by processes that see no GPU.
+
+In processes of their own, without Triton's interpreter (tests/kernels/early_kernels.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tailrace.kernels import compile_worker
+from tailrace.kernels.compile_worker import Compiled
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+    ),
+]
+
+DRIVER = """
+#define NOTHING(name) int name(void) { return 0; }
+NOTHING(cuGetErrorString) NOTHING(cuCtxGetCurrent) NOTHING(cuDeviceGet) NOTHING(cuCtxSetCurrent)
+NOTHING(cuDevicePrimaryCtxRetain) NOTHING(cuPointerGetAttribute) NOTHING(cuFuncSetAttribute)
+NOTHING(cuLaunchKernelEx)
+"""
+"""What a launcher is linked with; none of it is called."""
+LAUNCHES = [
+    "plain_kernel", "plain_kernel", "constants_kernel", "constants_kernel", "dependent_kernel",
+    "gluon_kernel", "gluon_kernel", "boxes_kernel", "gluon_boxes_kernel", "first_caller_kernel",
+    "second_caller_kernel",
+]  # fmt: skip
+AHEAD, LEFT = "kernels_compiled_ahead", "kernels_left_to_be_compiled_here"
+
+
+def found(what, **environment):
+    """Return what a run of early_kernels.py says."""
+    own = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.early_kernels", what],
+        env={**own, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout)
+
+
+def logged(lines, event):
+    return [line for line in lines if line["event"] == event]
+
+
+def test_what_workers_compiled_is_loaded_and_not_compiled_again(tmp_path):
+    """Plain, Gluon and dependent kernels; constants of all kinds, descriptors, registers."""
+    library = tmp_path / "libcuda.so.1"
+    source = tmp_path / "driver.c"
+    source.write_text(DRIVER)
+    subprocess.run(["cc", "-w", "-shared", "-fPIC", "-o", library, source], check=True)
+    place = {"TRITON_LIBCUDA_PATH": str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path)}
+    run = found("compiled", **place)
+    assert run["is_ready"]
+    assert run["loaded"] == LAUNCHES
+    first, again = logged(run["log"], AHEAD)
+    count = len(LAUNCHES)
+    assert (first["kernels"], first["on_disk"], first["compiled"]) == (count, 0, count)
+    assert first["launchers"] == count
+    assert first["workers"] > 1
+    assert (again["on_disk"], again["compiled"], again["workers"]) == (count, 0, 0)
+    assert not logged(run["log"], LEFT)
+    assert run["marks"] == ["before", "kernels", "between", "kernels"]
+
+
+def test_nothing_is_launched_while_launches_are_collected():
+    """The one that is in memory already is not wanted, and is not launched either."""
+    run = found("collected")
+    assert run["names"] == sorted(LAUNCHES[1:])
+    assert run["left"] == {}
+
+
+def test_a_kernel_that_does_not_compile_or_cannot_be_ordered_is_left_and_told():
+    lines = found("faulty")["log"]
+    (ahead,), (left,) = logged(lines, AHEAD), logged(lines, LEFT)
+    assert ahead["kernels"] == len(LAUNCHES) + 2
+    assert ahead["compiled"] == len(LAUNCHES)
+    assert left["count"] == 2
+    told = " | ".join(left["reasons"])
+    assert "function_kernel: a JITFunction does not go over a line" in told
+    assert "failing_kernel: CompileTimeAssertionFailure: never" in told
+
+
+def test_workers_that_die_hang_or_are_not_there_cost_time_alone():
+    lines = found("dying")["log"]
+    assert [line["compiled"] for line in logged(lines, AHEAD)] == [0, 0, 0, 0]
+    reasons = [line["reasons"] for line in logged(lines, LEFT)]
+    assert [told[0] for told in reasons] == [
+        "a worker died (status 3)",
+        "no end after 1 s",
+        "a worker died (status -9)",
+        "no worker could be started",
+    ]
+
+
+def test_a_few_kernels_or_a_few_cores_are_no_work_for_workers():
+    lines = found("few")["log"]
+    assert [line["workers"] for line in logged(lines, AHEAD)] == [0, 0]
+    assert not logged(lines, LEFT)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_that_dies_takes_one_kernel_with_it(monkeypatch):
+    """Four orders, of which the second ends whoever compiles it."""
+
+    def compiled(index, _):
+        if index == 1:
+            os._exit(7)
+        return Compiled(index, 0.0)
+
+    monkeypatch.setattr(compile_worker, "_compiled", compiled)
+    numbers, ahead = os.pipe()
+    os.write(ahead, b"".join(i.to_bytes(4, "little") for i in range(4)))
+    os.close(ahead)
+    answers, out = os.pipe()
+    children = [compile_worker._child([None] * 4, numbers, out) for _ in range(2)]
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    os.close(out)
+    with os.fdopen(answers, "rb") as lines:
+        indices = sorted(json.loads(line)["index"] for line in lines)
+    os.close(numbers)
+    assert indices == [0, 2, 3]
+    assert sorted(statuses) == [0, 7]
