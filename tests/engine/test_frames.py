@@ -82,6 +82,20 @@ def test_cuts_are_rounded_down_to_what_is_captured(budget, decodes, tokens, whol
     assert sizes.whole_prompts(decodes, tokens) == whole
 
 
+@pytest.mark.parametrize(
+    ("detail", "paced", "wholes"),
+    [
+        ("few", True, {850: 512, 1000: 896, 1300: 1280, 1500: 1408}),
+        ("all", False, {850: 512, 1000: 896, 1300: 1280, 1500: 1408}),
+        ("decodes", True, {850: 850, 1000: 896, 1300: 1280, 1500: 1408}),
+    ],
+)
+def test_where_fewer_sizes_are_captured_large_cuts_are_queued(detail, paced, wholes):
+    sizes = FrameSizes(128, 8192, 64, paced=paced)
+    sizes.keep(detail)
+    assert {tokens: sizes.whole_prompts(60, tokens) for tokens in wholes} == wholes
+
+
 def test_the_frames_that_are_kept_are_captured_the_largest_first_and_serve():
     sizes = FrameSizes(32, 256, 64)
     kept = sizes.keep("few")

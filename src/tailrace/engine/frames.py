@@ -21,7 +21,11 @@ _PACED_TOKENS = (384, 640, 768, 896, 1024, 1152, 1280)
 the last, queueing kernel by kernel takes a good part of the step, or all of it where phases go
 apart and their kernels are queued twice (engine/phase_overlap)."""
 _UNCAPTURED_STEP = 128
-"""Above all those, cuts are multiples of this: such steps take longer to run than to queue."""
+"""Above all that are captured, cuts are multiples of this: such steps take longer to run than to
+queue."""
+_LEAST_UNCAPTURED = 896
+"""Where fewer sizes are captured (memory is short, or nothing is paced), cuts from here on are
+such: to round them down to what is captured would leave half of the step's prompts out."""
 _FEW_TOKENS = (128, 512)
 _MIXED_PROMPTS = 16
 _MOST_PADDED = 1.3
@@ -127,8 +131,10 @@ def whole_prompts(frames: Sequence[Frame], rows: int, tokens: int) -> int:
         rows: Decode rows, padded.
         tokens: Most prompt tokens.
     """
-    sizes = [frame.tokens for frame in frames if frame.decodes == rows and frame.tokens <= tokens]
-    if tokens >= max(_PACED_TOKENS) + _UNCAPTURED_STEP:
+    captured = [frame.tokens for frame in frames if frame.decodes == rows]
+    usual = [size for size in captured if size <= _PACED_TOKENS[-1]]
+    sizes = [size for size in captured if size <= tokens]
+    if tokens >= max(_LEAST_UNCAPTURED, max(usual, default=0) + _UNCAPTURED_STEP):
         sizes.append(tokens - tokens % _UNCAPTURED_STEP)
     return max(sizes, default=tokens)
 
