@@ -20,7 +20,12 @@ from tailrace.bench.report.comparison_figures import (
     thinned_ranks,
 )
 from tailrace.bench.report.tail_figures import COLOURS, ON_COLOUR
-from tailrace.bench.report.time_figures import MAX_READINGS, peaks, slowest_first_tokens
+from tailrace.bench.report.time_figures import (
+    MAX_READINGS,
+    dips,
+    peaks,
+    slowest_first_tokens,
+)
 
 
 @pytest.mark.parametrize("count", [1, 399, 400, 401, 5000, 1_000_000])
@@ -61,6 +66,15 @@ def test_thinned_time_lines_keep_every_peak():
     times, highest = peaks([float(at) for at in range(5000)], values)
     assert len(times) == len(highest) <= MAX_READINGS
     assert max(highest) == 9.0
+    assert min(highest) == 0.0
+
+
+def test_thinned_clocks_keep_every_dip():
+    values = [1980.0] * 5000
+    values[3333], values[4444] = 1200.0, math.nan
+    times, lowest = dips([float(at) for at in range(5000)], values)
+    assert len(times) == len(lowest) <= MAX_READINGS
+    assert (min(lowest), max(lowest)) == (1200.0, 1980.0)
 
 
 def test_what_was_not_read_is_skipped():

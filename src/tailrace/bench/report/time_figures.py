@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from matplotlib.ticker import MaxNLocator
 
@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from tailrace.bench.report.comparison_figures import Look
     from tailrace.bench.scrape import Scrape
 
+    Thin: TypeAlias = Callable[[Sequence[float], Sequence[float]], tuple[list[float], list[float]]]
+
 MAX_READINGS = 600
-"""A time line has no more points than this; of what falls together, the highest is drawn."""
+"""A time line has no more points than this; of what falls together, the worst is drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +143,12 @@ def peaks(at_s: Sequence[float], values: Sequence[float]) -> tuple[list[float], 
     return [group[0][0] for group in groups], [max(v for _, v in group) for group in groups]
 
 
+def dips(at_s: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return the same of what is worst where it is least: of neighbours in time, the lowest."""
+    times, highest = peaks(at_s, [-value for value in values])
+    return times, [-value for value in highest]
+
+
 def _draw_queue(axes: Any, line: Timeline, look: Look) -> None:
     times, counts = peaks(*in_flight(line.records))
     axes.fill_between(times, counts, step="post", color=look.colour, alpha=0.2, linewidth=0)
@@ -178,13 +186,15 @@ def _values(line: Timeline, source: str) -> Mapping[str, list[float]]:
     return {} if scrape is None else scrape.values
 
 
-def _gpu(ending: str, of: Callable[[Scrape, str], list[float]], scale: float) -> tuple[Any, Any]:
+def _gpu(
+    ending: str, of: Callable[[Scrape, str], list[float]], scale: float, thin: Thin = peaks
+) -> tuple[Any, Any]:
     def has(line: Timeline) -> bool:
         return any(name.endswith(ending) for name in _values(line, "gpu"))
 
     def draw(axes: Any, line: Timeline, look: Look) -> None:
         scrape = line.scrapes["gpu"]
-        _area(axes, scrape.at_s, [scale * v for v in of(scrape, ending)], look)
+        _area(axes, scrape.at_s, [scale * v for v in of(scrape, ending)], look, thin)
 
     return has, draw
 
@@ -194,10 +204,12 @@ def _draw_rss(axes: Any, line: Timeline, look: Look) -> None:
     _area(axes, scrape.at_s, [v / 2**30 for v in scrape.values["rss_bytes"]], look)
 
 
-def _area(axes: Any, at_s: Sequence[float], values: Sequence[float], look: Look) -> None:
-    times, highest = peaks(at_s, values)
-    axes.plot(times, highest, color=look.colour, linewidth=1.4)
-    axes.fill_between(times, highest, color=look.colour, alpha=0.13, linewidth=0)
+def _area(
+    axes: Any, at_s: Sequence[float], values: Sequence[float], look: Look, thin: Thin = peaks
+) -> None:
+    times, worst = thin(at_s, values)
+    axes.plot(times, worst, color=look.colour, linewidth=1.4)
+    axes.fill_between(times, worst, color=look.colour, alpha=0.13, linewidth=0)
 
 
 _PANELS = (
@@ -207,6 +219,6 @@ _PANELS = (
     _Panel("KV fragmen-\ntation, %", *_server("kv_fragmentation", 100.0)),
     _Panel("GPU busy, %", *_gpu("_utilisation", mean_over_gpus, 100.0), 105.0),
     _Panel("GPU power, W", *_gpu("_power_w", total_over_gpus, 1.0)),
-    _Panel("GPU clock,\nMHz", *_gpu("_sm_clock_mhz", mean_over_gpus, 1.0)),
+    _Panel("GPU clock,\nMHz", *_gpu("_sm_clock_mhz", mean_over_gpus, 1.0, dips)),
     _Panel("process\nmemory, GiB", lambda line: "rss_bytes" in _values(line, "process"), _draw_rss),
 )
