@@ -108,6 +108,17 @@ def test_the_frames_that_are_kept_are_captured_the_largest_first_and_serve():
     assert sizes.padded_decodes(9) == 16
 
 
+@pytest.mark.parametrize("detail", ["all", "few", "decodes"])
+def test_what_is_kept_is_kept_when_it_is_asked_for_again(detail):
+    """A start goes through the frames twice: to have kernels compiled, and to capture."""
+    sizes = FrameSizes(128, 1024, 64, paced=True)
+    kept = sizes.keep(detail)
+    assert sizes.keep(detail) == kept
+    fresh = FrameSizes(128, 1024, 64, paced=True)
+    fresh.keep(detail)
+    assert (sizes.buckets, sizes.mixed) == (fresh.buckets, fresh.mixed)
+
+
 def test_without_frames_of_prompts_no_decode_is_padded():
     sizes = FrameSizes(32, 256, 64)
     assert all(not frame.tokens for frame in sizes.keep("decodes"))

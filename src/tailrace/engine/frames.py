@@ -158,6 +158,7 @@ class FrameSizes:
         """Batch sizes of the steps of decodes alone, ascending."""
         self.mixed = mixed_frames(num_slots, token_budget, block_m, paced=paced)
         """Of steps with prompt tokens, the smallest first."""
+        self._all = self.buckets, self.mixed
         self._padded_sizes = padded_sizes(num_slots)
 
     def padded_decodes(self, decodes: int) -> int:
@@ -178,8 +179,8 @@ class FrameSizes:
         return fitting_frame(self.mixed, decodes=decodes, tokens=tokens, prompts=prompts)
 
     def keep(self, detail: Detail) -> list[Frame]:
-        """Keep what `kept_frames` does, and return it, the largest first."""
-        self.buckets, self.mixed = kept_frames(self.buckets, self.mixed, self.token_budget, detail)
+        """Keep of all frames what `kept_frames` does, and return it, the largest first."""
+        self.buckets, self.mixed = kept_frames(*self._all, self.token_budget, detail)
         if not self.mixed:  # nothing to pad decodes for
             self._padded_sizes = list(range(self.num_slots + 1))
         chosen = [*map(Frame, self.buckets), *self.mixed]
