@@ -104,11 +104,14 @@ def test_what_a_capture_begins_with_is_done_ahead_and_leaves_no_ids(
     runner._early_compile = rehearsals = Rehearsals(rows)
     runner.capture()
     count = len(runner.step_graphs.graphs)
-    assert rehearsals.ended_at == [count]
-    assert rows[:count] == rows[count : 2 * count]  # what is compiled ahead is what is wanted
-    assert len(rows) == 3 * count
-    assert ids[count] == ids[0] == [0] * len(ids[0])
+    (ahead,) = rehearsals.ended_at
+    assert len(rows) == ahead + 2 * count
+    assert rows[:count] == rows[ahead : ahead + count]  # what is compiled ahead is what is wanted
+    # Then prompts as the first requests have them, by each length's shape.
+    assert {(tokens, decodes) for tokens, decodes, _ in rows[count:ahead]} == {(16, 0)}
+    assert ids[ahead] == ids[0] == [0] * len(ids[0])
     assert ids[1] == [9] * len(ids[0])
+    assert runner.sampler._slots == [None] * SLOTS
 
 
 def test_decodes_are_captured_once_more_by_dependent_launches_and_serve_when_asked(

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -256,6 +257,51 @@ def collected() -> dict[str, Any]:
     assert triton.runtime.JITFunction.run is kept
     names = sorted(order.name for order in found.orders.values())
     return {"names": names, "left": found.left}
+
+
+def models() -> dict[str, Any]:
+    """What a runner rehearses is all that its requests want, on memory that holds anything."""
+    # They bring pytest and all of the engine, which the other runs do without.
+    from tailrace.kernels import triton_kernels  # noqa: PLC0415
+    from tailrace.models.loader import load_model  # noqa: PLC0415
+    from tests.engine.test_cuda_runner import (  # noqa: PLC0415
+        CPU,
+        generate,
+        make_requests,
+        make_runner,
+    )
+    from tests.engine.test_quantised_runner import FORMATS, folder_of  # noqa: PLC0415
+    from tests.support.tiny import make_tiny_checkpoint  # noqa: PLC0415
+
+    said = {}
+    for name in ("plain", *FORMATS):
+        with tempfile.TemporaryDirectory() as place:
+            path = Path(place)
+            folder = folder_of(path, name) if name in FORMATS else make_tiny_checkpoint(path)
+            kernels = triton_kernels.TritonKernels(CPU, "bfloat16")
+            model = load_model(
+                folder, dtype="bfloat16", kernels=kernels, load_format="dummy", seed=3
+            )
+        runner = make_runner(model, kernels, kv_dtype=torch.bfloat16)
+        runner.forward_pass.last_tokens.fill_(7)
+        torch.use_deterministic_algorithms(True)  # which fills what torch.empty returns
+        with collecting() as rehearsed:
+            runner._rehearse("all")
+        kept = set(runner.forward_pass.last_tokens.tolist()) == {7}
+        torch.use_deterministic_algorithms(False)
+        # Tokens that no kernel draws: all are 0.
+        with collecting() as wanted, mock.patch.object(torch, "empty", torch.zeros):
+            for temperature in (0.0, 1.0):
+                generate(runner, make_requests(temperature=temperature))
+        said[name] = {
+            "kept": kept,
+            "rehearsed": sorted({order.name for order in rehearsed.orders.values()}),
+            "missing": sorted(
+                order.name for key, order in wanted.orders.items() if key not in rehearsed.orders
+            ),
+            "left": {**rehearsed.left, **wanted.left},
+        }
+    return said
 
 
 def main(what: str) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from tailrace.kernels import compile_worker
 from tailrace.kernels.compile_worker import Compiled
+from tailrace.kernels.early_compile import EarlyCompile
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -83,6 +84,19 @@ def test_nothing_is_launched_while_launches_are_collected():
     assert run["left"] == {}
 
 
+def test_what_a_runner_rehearses_is_all_that_its_requests_want():
+    """On memory filled with NaN, so no operation of torch's indexes by what kernels leave out."""
+    said = found("models")
+    assert set(said) == {"plain", "awq", "fp8 blocks"}
+    for name, run in said.items():
+        assert run["kept"], name
+        assert run["missing"] == [], name
+        assert run["left"] == {}, name
+        assert {"decode_kernel", "prefill_kernel", "draw_kernel"} < set(run["rehearsed"])
+    assert "int4_kernel" in said["awq"]["rehearsed"]
+    assert "float8_skinny_kernel" in said["fp8 blocks"]["rehearsed"]
+
+
 def test_a_kernel_that_does_not_compile_or_cannot_be_ordered_is_left_and_told():
     lines = found("faulty")["log"]
     (ahead,), (left,) = logged(lines, AHEAD), logged(lines, LEFT)
@@ -110,6 +124,22 @@ def test_a_few_kernels_or_a_few_cores_are_no_work_for_workers():
     lines = found("few")["log"]
     assert [line["workers"] for line in logged(lines, AHEAD)] == [0, 0]
     assert not logged(lines, LEFT)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
+def test_a_worker_runs_on_all_cores_whatever_its_starter_is_bound_to(monkeypatch):
+    """As the runner's thread is bound to one, by OpenMP, when torch is imported."""
+    cores = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("GOMP_CPU_AFFINITY", str(cores[0]))
+    script = "import os, torch; print(sorted(os.sched_getaffinity(0)), torch.cuda.is_available())"
+    early = EarlyCompile((sys.executable, "-c", script))
+    os.sched_setaffinity(0, cores[:1])
+    try:
+        worker = early._start()
+        assert os.sched_getaffinity(0) == {cores[0]}
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert worker.communicate(timeout=120)[0].decode().split("\n")[0] == f"{cores} False"
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

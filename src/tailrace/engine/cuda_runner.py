@@ -38,6 +38,7 @@ from tailrace.engine.staging import RING, Packed, Staging
 from tailrace.engine.step_arrays import cut_prompts, leading_decodes
 from tailrace.engine.step_graphs import StepGraphs
 from tailrace.errors import DeviceMemoryError, EngineError
+from tailrace.kernels.attention_shapes import BOUNDS
 from tailrace.kernels.dependent_launch import has_dependent_launches
 from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.paged_attention.prefill_kernels import is_hopper
@@ -57,6 +58,10 @@ if TYPE_CHECKING:
     from tailrace.kernels.triton_kernels import TritonKernels
     from tailrace.models.causal_lm import CausalLM, KVCache
     from tailrace.types import TokenLogprobs
+
+
+_TILE_TOKENS = 16
+"""No shape's tile of queries is smaller."""
 
 
 @dataclass(frozen=True)
@@ -212,10 +217,22 @@ class CudaRunner:
         self.step_graphs.capture(detail)
         self._warm_without_room()
 
+    @torch.inference_mode()
     def _rehearse(self, detail: Detail) -> None:
-        """Do once what `capture` begins with."""
+        """Do once what `capture` begins with, and what the first requests will want besides.
+
+        It may be done without kernels, whose ids are then not what the first step begins with.
+        """
+        places = self.forward_pass
+        kept = places.last_tokens.clone()
         self.step_graphs.rehearse(detail)
+        for longest in {min(bound - 1, places.tables.max_tokens) for bound in BOUNDS}:
+            self.step_graphs.warm(self._prefill_shape(longest), tokens=_TILE_TOKENS)
         self._warm_without_room()
+        size, dtype = self.model.config.hidden_size, self._kernels.dtype
+        row = torch.zeros(1, size, dtype=dtype, device=self.device)
+        self.sampler.rehearse(self.model.logits(row))
+        places.last_tokens.copy_(kept)
 
     def _warm_without_room(self) -> None:
         """Warm what serves prompts that there is no room to widen: none is to wait for it."""

@@ -34,12 +34,13 @@ from tailrace.engine.staging import Staging
 from tailrace.errors import EngineError
 from tailrace.kernels.sampling.rows import NOT_FINITE, NOTHING_LEFT, SamplingRows
 from tailrace.kernels.sampling.triton import SamplingScratch, sample
+from tailrace.types import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tailrace.text.grammar import GrammarState
-    from tailrace.types import SamplingParams, TokenLogprobs
+    from tailrace.types import TokenLogprobs
 
 MOST_EDITS = 2048 + 64
 """Logits that a row may change: the front end's 1024 biases and 1024 stop ids, and EOS ids."""
@@ -212,6 +213,16 @@ class DeviceSampler:
             found = score_rows(raw, token_ids[asking].clamp(min=0), tops)
             scores = dict(zip(asking, found, strict=True))
         return Sampled(token_ids, [scores.get(row) for row in range(len(states))], errors)
+
+    def rehearse(self, logits: torch.Tensor) -> None:
+        """Queue a draw for nobody, by every kernel that draws are made of; at start.
+
+        Args:
+            logits: [1, V] as steps give them.
+        """
+        self.admit(0, SamplingParams(max_tokens=1, temperature=1.0, seed=0), [], [])
+        self.sample(logits, [0])
+        self.release(0)
 
     @torch.inference_mode()
     def prompt_logprobs(

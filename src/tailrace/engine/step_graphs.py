@@ -84,14 +84,9 @@ class StepGraphs:
 
     @torch.inference_mode()
     def rehearse(self, detail: Detail = "all") -> None:
-        """Run a layer of each kind of the frames that `capture` will; it may be without kernels.
-
-        What a step leaves for the next is as it was before.
-        """
-        kept = self._pass.last_tokens.clone()
+        """Run a layer of each kind of the frames that `capture` will."""
         for frame, dependent in self._ways(self._sizes.keep(detail), self.dependent_from):
             self._warmed(frame, self.shape, dependent=dependent)
-        self._pass.last_tokens.copy_(kept)
 
     @torch.inference_mode()
     def captured_decodes(self, *, dependent: bool) -> CapturedSteps:
@@ -111,9 +106,9 @@ class StepGraphs:
         return self._captured(frames, 1 if dependent else None)
 
     @torch.inference_mode()
-    def warm(self, shape: PrefillShape) -> None:
-        """Run a prompt's token by another shape of attention than captured steps have."""
-        self._warmed(Frame(0, tokens=1, prompts=1, tiles=1), shape, dependent=False)
+    def warm(self, shape: PrefillShape, tokens: int = 1) -> None:
+        """Run tokens of a prompt, a tile at most, by another shape than captured steps have."""
+        self._warmed(Frame(0, tokens=tokens, prompts=1, tiles=1), shape, dependent=False)
 
     def serve_by(self, steps: CapturedSteps) -> CapturedSteps:
         """Let these serve instead of those of the same frames; return all that served before."""

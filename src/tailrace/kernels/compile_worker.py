@@ -45,13 +45,8 @@ class Compiled(msgspec.Struct, frozen=True):
     """Why the code that launches it (C, by the host's compiler) is not there, if so."""
 
 
-def main(cores: str) -> int:
-    """Import, read the orders, have them compiled; return the exit status.
-
-    Args:
-        cores: To run on, such as "0,1,2": the thread that started this may be bound to one.
-    """
-    os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+def main() -> int:
+    """Import, read the orders, have them compiled; return the exit status."""
     answers = os.dup(1)
     os.dup2(2, 1)  # what compilers print is no answer
     import_module("tailrace.kernels.triton_kernels")
@@ -122,4 +117,4 @@ def _reason(failure: Exception) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main())

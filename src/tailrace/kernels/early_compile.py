@@ -106,7 +106,7 @@ class EarlyCompile:
     """Compiles what work wants before it is done; one thread's. Close it at the end.
 
     Args:
-        command: Of a worker, without its cores.
+        command: Of a worker.
         cores: To compile on; None: the process's.
         timeout_s: After which a batch is given up.
         mark: Is told what the time since the last mark was spent on (engine/start_times.py).
@@ -122,7 +122,7 @@ class EarlyCompile:
     ) -> None:
         # By the process's id those of the main thread: others may be bound to one.
         self._cores = sorted(os.sched_getaffinity(os.getpid())) if cores is None else [*cores]
-        self._command = [*command, ",".join(map(str, self._cores))]
+        self._command = [*command]
         self._timeout_s = timeout_s
         self._mark = mark
         self._waiting: subprocess.Popen[bytes] | None = None
@@ -222,18 +222,28 @@ class EarlyCompile:
         return answers, why
 
     def _start(self) -> subprocess.Popen[bytes] | None:
+        """Start a worker on all cores, of which this thread may have one; None: it cannot be."""
+        own = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self._cores)
         try:
             return subprocess.Popen(  # noqa: S603 - this package's own module
                 self._command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                # It needs no GPU, and is not to take memory of one.
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+                env=_environment(),
                 start_new_session=True,  # so that it ends with all that it has forked
             )
         except OSError as error:
             log.warning("no_compile_worker", reason=str(error))
+        finally:
+            os.sched_setaffinity(0, own)
         return None
+
+
+def _environment() -> dict[str, str]:
+    """Return a worker's: without a GPU to take memory of, and bound to no core by OpenMP."""
+    kept = {name: value for name, value in os.environ.items() if name != "GOMP_CPU_AFFINITY"}
+    return {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_PROC_BIND": "false", "OMP_NUM_THREADS": "1"}
 
 
 def _cache_is_cold() -> bool:
