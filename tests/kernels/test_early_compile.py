@@ -142,6 +142,12 @@ def test_a_worker_runs_on_all_cores_whatever_its_starter_is_bound_to(monkeypatch
     assert worker.communicate(timeout=120)[0].decode().split("\n")[0] == f"{cores} False"
 
 
+def test_cores_that_are_taken_away_are_no_error_of_the_start():
+    own = os.sched_getaffinity(0)
+    assert EarlyCompile((sys.executable, "-c", ""), cores=[4095])._start() is None
+    assert os.sched_getaffinity(0) == own
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_that_dies_takes_one_kernel_with_it(monkeypatch):
     """Four orders, of which the second ends whoever compiles it."""

@@ -224,8 +224,8 @@ class EarlyCompile:
     def _start(self) -> subprocess.Popen[bytes] | None:
         """Start a worker on all cores, of which this thread may have one; None: it cannot be."""
         own = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, self._cores)
         try:
+            os.sched_setaffinity(0, self._cores)
             return subprocess.Popen(  # noqa: S603 - this package's own module
                 self._command,
                 stdin=subprocess.PIPE,
