@@ -1,7 +1,7 @@
 """Kernels that are compiled ahead, and a GPU of which only the name is there; run as a program.
 
-`python -m tests.kernels.early_kernels WHAT` in a process without TRITON_INTERPRET, where kernels
-are compiled and cannot be launched: this machine has no GPU. Prints one line of JSON.
+`python -m tests.kernels.early_kernels NAME ...` in a process without TRITON_INTERPRET: kernels
+are compiled, and cannot be launched: this machine has no GPU. Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -235,8 +235,13 @@ def few() -> dict[str, Any]:
     """What is not worth a worker starts none: few kernels, or no core for it."""
     x = torch.ones(64)
     with mock.patch.object(EarlyCompile, "_start", side_effect=AssertionError), told() as lines:
-        early = EarlyCompile(cores=CORES * 4)
-        early.before(lambda: plain_kernel[1,](x, x, 64, BLOCK=64), since="")
+        with EarlyCompile(cores=CORES * 4) as early:
+            early.before(lambda: plain_kernel[1,](x, x, 64, BLOCK=64), since="")
+            with mock.patch.object(triton.runtime.JITFunction, "run", _warm([])):
+                plain_kernel[1,](x, x, 64, BLOCK=64)
+                plain_kernel.device_caches.clear()
+                plain_kernel[1,](x, x, 64, BLOCK=64)  # from disk
+        plain_kernel.device_caches.clear()
         early = EarlyCompile(cores=[0, 1])
         early.expect()
         early.before(launches, since="")
@@ -304,13 +309,20 @@ def models() -> dict[str, Any]:
     return said
 
 
-def main(what: str) -> None:
-    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
-        os.environ["TRITON_CACHE_DIR"] = folder
-        driver.set_active(NamedGpu())
-        print(json.dumps(globals()[what](), default=str))  # noqa: T201
+def main(*names: str) -> None:
+    """Run what is named, each with nothing compiled, on disk or in memory."""
+    driver.set_active(NamedGpu())
+    said = {}
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["TRITON_CACHE_DIR"] = folder
+            said[name] = globals()[name]()
+        for value in globals().values():
+            if isinstance(value, triton.runtime.JITFunction):
+                value.device_caches.clear()
+    print(json.dumps(said))  # noqa: T201
 
 
 if __name__ == "__main__":
     # Workers import the kernels by the name of their module, which is another here.
-    import_module("tests.kernels.early_kernels").main(sys.argv[1])
+    import_module("tests.kernels.early_kernels").main(*sys.argv[1:])

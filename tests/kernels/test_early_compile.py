@@ -39,11 +39,11 @@ LAUNCHES = [
 AHEAD, LEFT = "kernels_compiled_ahead", "kernels_left_to_be_compiled_here"
 
 
-def found(what, **environment):
+def found(*names, **environment):
     """Return what a run of early_kernels.py says."""
     own = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.early_kernels", what],
+        [sys.executable, "-m", "tests.kernels.early_kernels", *names],
         env={**own, **environment},
         capture_output=True,
         text=True,
@@ -51,6 +51,11 @@ def found(what, **environment):
     )
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout)
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return found("collected", "faulty", "dying", "few")
 
 
 def logged(lines, event):
@@ -64,7 +69,7 @@ def test_what_workers_compiled_is_loaded_and_not_compiled_again(tmp_path):
     source.write_text(DRIVER)
     subprocess.run(["cc", "-w", "-shared", "-fPIC", "-o", library, source], check=True)
     place = {"TRITON_LIBCUDA_PATH": str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path)}
-    run = found("compiled", **place)
+    run = found("compiled", **place)["compiled"]
     assert run["is_ready"]
     assert run["loaded"] == LAUNCHES
     first, again = logged(run["log"], AHEAD)
@@ -77,16 +82,16 @@ def test_what_workers_compiled_is_loaded_and_not_compiled_again(tmp_path):
     assert run["marks"] == ["before", "kernels", "between", "kernels"]
 
 
-def test_nothing_is_launched_while_launches_are_collected():
+def test_nothing_is_launched_while_launches_are_collected(runs):
     """The one that is in memory already is not wanted, and is not launched either."""
-    run = found("collected")
+    run = runs["collected"]
     assert run["names"] == sorted(LAUNCHES[1:])
     assert run["left"] == {}
 
 
 def test_what_a_runner_rehearses_is_all_that_its_requests_want():
     """On memory filled with NaN, so no operation of torch's indexes by what kernels leave out."""
-    said = found("models")
+    said = found("models")["models"]
     assert set(said) == {"plain", "awq", "fp8 blocks"}
     for name, run in said.items():
         assert run["kept"], name
@@ -97,8 +102,8 @@ def test_what_a_runner_rehearses_is_all_that_its_requests_want():
     assert "float8_skinny_kernel" in said["fp8 blocks"]["rehearsed"]
 
 
-def test_a_kernel_that_does_not_compile_or_cannot_be_ordered_is_left_and_told():
-    lines = found("faulty")["log"]
+def test_a_kernel_that_does_not_compile_or_cannot_be_ordered_is_left_and_told(runs):
+    lines = runs["faulty"]["log"]
     (ahead,), (left,) = logged(lines, AHEAD), logged(lines, LEFT)
     assert ahead["kernels"] == len(LAUNCHES) + 2
     assert ahead["compiled"] == len(LAUNCHES)
@@ -108,8 +113,8 @@ def test_a_kernel_that_does_not_compile_or_cannot_be_ordered_is_left_and_told():
     assert "failing_kernel: CompileTimeAssertionFailure: never" in told
 
 
-def test_workers_that_die_hang_or_are_not_there_cost_time_alone():
-    lines = found("dying")["log"]
+def test_workers_that_die_hang_or_are_not_there_cost_time_alone(runs):
+    lines = runs["dying"]["log"]
     assert [line["compiled"] for line in logged(lines, AHEAD)] == [0, 0, 0, 0]
     reasons = [line["reasons"] for line in logged(lines, LEFT)]
     assert [told[0] for told in reasons] == [
@@ -120,10 +125,13 @@ def test_workers_that_die_hang_or_are_not_there_cost_time_alone():
     ]
 
 
-def test_a_few_kernels_or_a_few_cores_are_no_work_for_workers():
-    lines = found("few")["log"]
+def test_a_few_kernels_or_a_few_cores_are_no_work_for_workers(runs):
+    lines = runs["few"]["log"]
     assert [line["workers"] for line in logged(lines, AHEAD)] == [0, 0]
     assert not logged(lines, LEFT)
+    (here,) = logged(lines, "kernels_compiled_here")  # and once more from disk
+    assert (here["count"], here["names"]) == (1, ["plain_kernel"])
+    assert here["seconds"] > 0
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")

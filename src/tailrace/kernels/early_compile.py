@@ -103,7 +103,7 @@ def collecting() -> Iterator[Collected]:
 
 
 class EarlyCompile:
-    """Compiles what work wants before it is done; one thread's. Close it at the end.
+    """Compiles what work wants before it is done; one thread's. What it starts ends with it.
 
     Args:
         command: Of a worker.
@@ -126,12 +126,34 @@ class EarlyCompile:
         self._timeout_s = timeout_s
         self._mark = mark
         self._waiting: subprocess.Popen[bytes] | None = None
+        self._listener: Any = None
+        """Triton's, before this object's."""
+        self._compiled_here: list[tuple[str, float]] = []
+        """By this process: the kernel, and its seconds."""
 
     def __enter__(self) -> Self:
+        """Begin to note what this process compiles after all."""
+        self._listener = knobs.compilation.listener
+        knobs.compilation.listener = self._hear
         return self
 
     def __exit__(self, *_: object) -> None:
+        knobs.compilation.listener = self._listener
         self.close()
+        if self._compiled_here:
+            log.info(
+                "kernels_compiled_here",
+                count=len(self._compiled_here),
+                seconds=round(sum(seconds for _, seconds in self._compiled_here), 2),
+                names=sorted({name for name, _ in self._compiled_here}),
+            )
+
+    def _hear(self, *, src: Any, times: Any, cache_hit: bool, **more: Any) -> None:
+        """Be told by Triton what it compiled or loaded."""
+        if not cache_hit:
+            self._compiled_here.append((src.name, times.total / 1e6))
+        if self._listener is not None:
+            self._listener(src=src, times=times, cache_hit=cache_hit, **more)
 
     @property
     def most_workers(self) -> int:
