@@ -6,6 +6,7 @@ are compiled, and cannot be launched: this machine has no GPU. Prints one line o
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import structlog
 import torch
 import triton
@@ -29,6 +31,8 @@ from triton.experimental.gluon.nvidia import hopper as gluon_hopper
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tailrace.kernels.compile_order import CompileOrder, source_of
+from tailrace.kernels.dependent_launch import dependent_launches
 from tailrace.kernels.early_compile import EarlyCompile, collecting
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -262,6 +266,53 @@ def collected() -> dict[str, Any]:
     assert triton.runtime.JITFunction.run is kept
     names = sorted(order.name for order in found.orders.values())
     return {"names": names, "left": found.left}
+
+
+def hopper() -> dict[str, Any]:
+    """Hopper's own kernels, by their launchers: what goes over a line is what was launched."""
+    from tailrace.kernels.linear import (  # noqa: PLC0415 - the other runs do without
+        triton_hopper_int4,
+        triton_hopper_int4_bands,
+    )
+    from tailrace.kernels.linear.packed_int4 import PackedInt4  # noqa: PLC0415
+    from tailrace.kernels.linear.workspace import Workspace  # noqa: PLC0415
+    from tailrace.kernels.paged_attention.triton_hopper_prefill import (  # noqa: PLC0415
+        hopper_prefill,
+    )
+    from tests.kernels.on_gluon import Layer  # noqa: PLC0415
+
+    layer, cpu, half = Layer(), torch.device("cpu"), torch.bfloat16
+    weight = PackedInt4.of(layer.weight(), "cpu")
+    bias = torch.zeros(layer.outputs, dtype=half)
+    ways = (
+        (triton_hopper_int4, triton_hopper_int4.int4_hopper),
+        (triton_hopper_int4_bands, triton_hopper_int4_bands.int4_bands),
+    )
+    q, kv = torch.zeros(40, 8, 128, dtype=half), torch.zeros(3, 2, 16, 128, dtype=half)
+    index = {
+        "tiles": torch.tensor([[0, 0]], dtype=torch.int32),
+        "query_starts": torch.tensor([0, 40], dtype=torch.int32),
+        "kv_lens": torch.tensor([40], dtype=torch.int32),
+        "block_tables": torch.tensor([[0, 1, 2]], dtype=torch.int32),
+    }
+    with collecting() as found:
+        for rows, (module, multiplied), on in itertools.product((16, 64, 128), ways, (False, True)):
+            x, workspace = torch.zeros(rows, layer.inputs, dtype=half), Workspace(cpu, half)
+            workspace.reserve(outputs=layer.outputs, splits=1, rows=rows, parts=1 << 20)
+            with (
+                mock.patch.object(module, "multiprocessors", return_value=132),
+                dependent_launches(on=on),
+            ):
+                multiplied(x, weight, bias, scratch=workspace.scratch)
+        hopper_prefill(q, kv.transpose(2, 3), kv, torch.empty_like(q), **index, scale=1.0)
+    for order in found.orders.values():
+        line = msgspec.json.encode(order)
+        source_of(msgspec.json.decode(line, type=CompileOrder))  # whose key is the order's
+    return {
+        "names": sorted(order.name for order in found.orders.values()),
+        "gluon": all(order.is_gluon for order in found.orders.values()),
+        "left": found.left,
+    }
 
 
 def models() -> dict[str, Any]:

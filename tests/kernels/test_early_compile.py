@@ -55,7 +55,7 @@ def found(*names, **environment):
 
 @pytest.fixture(scope="module")
 def runs():
-    return found("collected", "faulty", "dying", "few")
+    return found("collected", "faulty", "dying", "few", "hopper")
 
 
 def logged(lines, event):
@@ -86,6 +86,15 @@ def test_nothing_is_launched_while_launches_are_collected(runs):
     """The one that is in memory already is not wanted, and is not launched either."""
     run = runs["collected"]
     assert run["names"] == sorted(LAUNCHES[1:])
+    assert run["left"] == {}
+
+
+def test_hoppers_own_kernels_go_over_a_line(runs):
+    """Descriptors with layouts, registers, names of orders; in both ways of launching."""
+    run = runs["hopper"]
+    expected = {"int4_hopper_kernel": 6, "int4_bands_kernel": 6, "hopper_prefill_kernel": 1}
+    assert {name: run["names"].count(name) for name in run["names"]} == expected
+    assert run["gluon"]
     assert run["left"] == {}
 
 
