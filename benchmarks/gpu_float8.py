@@ -91,6 +91,10 @@ CASES = (
     Case(True, 640, 200, "bfloat16"),  # less than a tile of some; all of its rows
 )
 FULL = CASES[-1]
+TIMES = 3
+"""A product is computed, as usual ..."""
+CHAINED = 5
+"""... and in a row of launches that start before the one ahead has ended."""
 
 
 def candidates(rows: int) -> tuple[HopperFloat8Shape, ...]:
@@ -182,7 +186,7 @@ def _differences(
         some = dataclasses.replace(x, values=x.values[:count], scales=x.scales[:count])
         return multiply(some, weight, bias, dtype, scratch=scratch, shape=shape)
 
-    results = [product() for _ in range(3)]
+    results = [product() for _ in range(TIMES)]
     error = float((results[0].double() - truth).norm() / truth.norm())
     where = f"{shape.words} {tile} rows, {case.words}"
     wrong = [] if error < BOUND else [f"{where}: {error:.4f}"]
@@ -193,7 +197,7 @@ def _differences(
         wrong.append(f"{where}: a row depends on its neighbours")
     if case.is_dependent:
         with dependent_launches():
-            chain = [product() for _ in range(5)]
+            chain = [product() for _ in range(CHAINED)]
         if not all(torch.equal(results[0], other) for other in chain):
             wrong.append(f"{where}: other bits {DEPENDENT}")
     if bool(scratch.arrivals.any()):

@@ -102,6 +102,10 @@ CASES = (
     Case(64, 640, 200, "float16", is_dependent=True),  # less than a tile of some; all of its rows
 )
 FULL = CASES[-1]
+TIMES = 3
+"""A product is computed, as usual ..."""
+CHAINED = 5
+"""... and in a row of launches that start before the one ahead has ended."""
 
 
 def candidates(rows: int) -> tuple[Shape, ...]:
@@ -209,7 +213,7 @@ def _differences(tile: int, case: Case, shape: Shape, device: torch.device) -> l
     truth = x.double() @ held.dequantize().double().t()
     if bias is not None:
         truth += bias.double()
-    results = [multiply(x, weight, bias, scratch=scratch) for _ in range(3)]
+    results = [multiply(x, weight, bias, scratch=scratch) for _ in range(TIMES)]
     error = float((results[0].double() - truth).norm() / truth.norm())
     where = f"{shape.words} {tile} rows, {case.words}"
     wrong = [] if error < BOUND else [f"{where}: {error:.4f}"]
@@ -221,7 +225,7 @@ def _differences(tile: int, case: Case, shape: Shape, device: torch.device) -> l
         wrong.append(f"{where}: a row depends on its neighbours")
     if case.is_dependent:
         with dependent_launches():
-            chain = [multiply(x, weight, bias, scratch=scratch) for _ in range(5)]
+            chain = [multiply(x, weight, bias, scratch=scratch) for _ in range(CHAINED)]
         if not all(torch.equal(results[0], other) for other in chain):
             wrong.append(f"{where}: other bits {DEPENDENT}")
     if bool(scratch.arrivals.any()):

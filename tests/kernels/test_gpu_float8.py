@@ -46,7 +46,10 @@ def test_every_candidate_is_of_a_kind():
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_the_comparison_reaches_each_kind(small, kind):
+def test_the_comparison_reaches_each_kind(small, monkeypatch, kind):
+    # One seed is one order of all that happens: here a product cannot differ a third time.
+    monkeypatch.setattr(gpu_float8, "TIMES", 2)
+    monkeypatch.setattr(gpu_float8, "CHAINED", 1)
     assert gpu_float8.check(*kind, device="cpu") == []
 
 

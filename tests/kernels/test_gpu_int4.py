@@ -44,7 +44,10 @@ def test_every_candidate_is_of_a_kind_and_every_kernel_has_kinds():
 
 
 @pytest.mark.parametrize("kind", gpu_int4.all_kinds(), ids=str)
-def test_the_comparison_reaches_each_kind(small, kind):
+def test_the_comparison_reaches_each_kind(small, monkeypatch, kind):
+    # One seed is one order of all that happens: here a product cannot differ a third time.
+    monkeypatch.setattr(gpu_int4, "TIMES", 2)
+    monkeypatch.setattr(gpu_int4, "CHAINED", 1)
     assert gpu_int4.check(*kind, device="cpu") == []
 
 
