@@ -26,6 +26,8 @@ SMALL = tuple(
     for by_blocks in (False, True)
 )
 KINDS = gpu_float8.all_kinds()
+NOTHING = ((0, 0, ("Triton",) * 4),)
+"""A table by which no layer takes Gluon's kernel."""
 
 
 @pytest.fixture
@@ -144,7 +146,8 @@ def entries(layer, rows, by_blocks=False, **ways):
     ]
 
 
-def test_the_tables_name_the_fastest_and_what_is_missing(capsys):
+def test_the_tables_name_the_fastest_and_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(hopper_float8_ways, "SERVED", NOTHING)
     slices, runs = "FP8 Hopper 64 outputs, 4 slices", "FP8 Hopper 128/8/1/4 last"
     found = []
     for layer in gpu_float8.LAYERS:
@@ -185,6 +188,7 @@ def test_a_process_apart_answers_or_is_ended(tmp_path, code, lines, reason):
 @pytest.mark.parametrize("fault", [0.02, float("nan")], ids=str)
 def test_beside_other_formats_every_shape_is_compared(interpreter, small, monkeypatch, way, fault):
     """gpu_gemm.py's way by the fastest: one shape that is wrong is enough."""
+    monkeypatch.setattr(hopper_float8_ways, "SERVED", NOTHING)
     monkeypatch.setattr(float8_linear, "_is_hopper", lambda device: True)
     setting = gpu_gemm.Setting("cpu", torch.float16, {}, (7,))
     taken, last = [], hopper_float8_ways.CANDIDATES[16][-1].words
