@@ -54,7 +54,8 @@ def pytest_xdist_node_collection_finished(node: WorkerController, ids: list[str]
     config = node.config
     if any(name.startswith(beside.READER) for name in ids):
         shared = config._tmp_path_factory.getbasetemp()
-        beside.start(config.rootpath, shared, config.cache.mkdir("triton"))
+        kept = getattr(config, "cache", None)
+        beside.start(config.rootpath, shared, kept.mkdir("triton") if kept else shared / "triton")
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
