@@ -41,8 +41,7 @@ log = structlog.get_logger("tailrace.kernels")
 COMMAND = (sys.executable, "-m", "tailrace.kernels.compile_worker")
 LEAST_KERNELS = 4
 """Fewer are compiled sooner than a worker is ready."""
-MOST_WORKERS = 12
-KERNELS_A_WORKER = 2
+MOST_WORKERS = 15
 PHASE = "kernels"
 """Of a start: what is compiled ahead."""
 TIMEOUT_S = 120.0
@@ -197,7 +196,7 @@ class EarlyCompile:
         # Gluon's take longest: none of them should be the last to begin.
         missing.sort(key=lambda order: not order.is_gluon)
         missing = missing[:MOST_ORDERS]
-        workers = min(self.most_workers, len(missing) // KERNELS_A_WORKER)
+        workers = min(self.most_workers, len(missing))
         reasons = [f"{name}: {why}" for name, why in found.left.items()]
         answers: list[Compiled] = []
         if len(missing) >= LEAST_KERNELS and workers > 1:
