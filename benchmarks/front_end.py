@@ -89,11 +89,11 @@ def work() -> int:
             self._free_s = max(self._free_s, time.monotonic()) + step_s
             return Pending(len(prepared.sample_slots), self._free_s)
 
-    def load(config, folder):  # noqa: ANN001, ANN202
+    def load(config, folder, **_):  # noqa: ANN001, ANN003, ANN202
         from tailrace.models.config import load_config
 
         class Model:
-            pass
+            layer_linears = ()
 
         model = Model()
         model.config = load_config(folder)

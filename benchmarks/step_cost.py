@@ -38,6 +38,7 @@ class NoModel:
     """Shapes, and answers of zeros."""
 
     config = SimpleNamespace(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=DIM)
+    layer_linears = ()
 
     def forward(self, ids: torch.Tensor, *_: object) -> torch.Tensor:
         import torch
@@ -59,7 +60,8 @@ def make_kernels() -> SimpleNamespace:
         device=torch.device("cpu"),
         capability=(9, 0),
         reserve=lambda **_: None,
-        prefill_shape=lambda *_: Shape(64, 64, 4, 2),
+        prefill_shape=lambda *_, **__: Shape(64, 64, 4, 2),
+        wide_tokens=0,
     )
 
 

@@ -1,11 +1,12 @@
-"""Benchmarks for GPUs: results lie beside one another, none in place of another."""
+"""Benchmarks: they run what serves, and results lie beside one another."""
 
 import json
+import random
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from benchmarks import gpu_engine
+from benchmarks import gpu_engine, step_cost
 from benchmarks.gpu_engine import STEPS, WHOLE, parser_of_options, write_result
 
 from tailrace.engine import phase_overlap
@@ -128,3 +129,13 @@ def test_answers_that_depend_on_the_way_of_overlap_fail_the_run_once_it_is_timed
     with pytest.raises(SystemExit, match=f"^{answers} answers depend on the way"):
         compare_overlap(tmp_path, monkeypatch, scored)
     assert left(tmp_path)["differing"] == answers
+
+
+@pytest.mark.parametrize("work", [step_cost.decodes, step_cost.prompts], ids=["decodes", "prompts"])
+def test_the_hosts_part_of_a_step_is_still_measured_by_the_real_runner(work):
+    engine, queued = step_cost.make_engine(1024)
+    step_cost.start(engine, 4, 50, 40, random.Random(1))
+    before = len(queued)
+    work(engine, 5)
+    assert len(queued) >= before + 5
+    assert engine.scheduler.running
