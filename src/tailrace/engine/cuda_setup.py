@@ -224,11 +224,7 @@ def _load_runner(
     early: EarlyCompile | None,
 ) -> tuple[CudaRunner, int, int, str]:
     """Do what is left of `load_runner` once the weights are there."""
-    context = config.context_length or loaded.config.max_position
-    if context > loaded.config.max_position:
-        raise ConfigError(
-            f"--context-length {context}: the model holds {loaded.config.max_position} tokens"
-        )
+    context = _context_of(config, loaded)
     kv_dtype = kv_dtype_of(config, kernels)
     kernels.serve_prompts_by(
         config.prefill_attention,
@@ -285,21 +281,41 @@ def _load_runner(
 
     runner, length, num_blocks = capture_within_memory(make, is_fixed=config.kv_cache_tokens > 0)
     times.mark("capture")
-    attention = describe(
-        partial(kernels.prefill_shape, loaded.config.head_dim),
-        length,
-        wide_tokens=kernels.wide_tokens,
-    )
-    log.info("prefill_attention", serves=attention)
-    log.info("decode_launches", serves=describe_launches(runner.step_graphs.dependent_from))
     pool = describe_kv(num_blocks * config.kv_unit_tokens, length, token_bytes)
     log.info("kv_pool", holds=pool)
+    attention = _describe_attention(kernels, runner, length)
     kv_words = "" if found is None else f"KV in float8, scales {found.describe()}; "
     words = (
         f"{torch.cuda.get_device_name(kernels.device)} ({kernels.name} kernels; {kv_words}"
         f"prefill attention {attention}; prefill weights {prefill.describe()}; {memory.describe()})"
     )
     return runner, length, num_blocks, words
+
+
+def _context_of(config: EngineConfig, model: CausalLM) -> int:
+    """Return the most tokens of a sequence.
+
+    Raises:
+        ConfigError: More are asked for than the model holds.
+    """
+    context = config.context_length or model.config.max_position
+    if context > model.config.max_position:
+        raise ConfigError(
+            f"--context-length {context}: the model holds {model.config.max_position} tokens"
+        )
+    return context
+
+
+def _describe_attention(kernels: TritonKernels, runner: CudaRunner, length: int) -> str:
+    """Say what computes prompts' attention, here and in the log, and there how decodes go."""
+    attention = describe(
+        partial(kernels.prefill_shape, runner.model.config.head_dim),
+        length,
+        wide_tokens=kernels.wide_tokens,
+    )
+    log.info("prefill_attention", serves=attention)
+    log.info("decode_launches", serves=describe_launches(runner.step_graphs.dependent_from))
+    return attention
 
 
 @dataclass(frozen=True)
