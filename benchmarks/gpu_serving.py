@@ -305,6 +305,7 @@ def machine(run: Run) -> dict[str, float]:
         (gpu, "gpu0_utilisation", statistics.fmean),
         (gpu, "gpu0_power_w", statistics.fmean),
         (gpu, "gpu0_sm_clock_mhz", statistics.median),
+        (gpu, "gpu0_held_back", statistics.fmean),
         (gpu, "gpu0_memory_bytes", max),
         (server, "running", max),
         (server, "waiting", max),

@@ -36,9 +36,14 @@ class FakeGpus:
         return self.readings
 
 
-def gpu(index, *, busy=0.5, memory=100, power=70.5, clock=None):
+def gpu(index, *, busy=0.5, memory=100, power=70.5, clock=None, held=None):
     return SimpleNamespace(
-        index=index, busy_share=busy, memory_used_bytes=memory, power_w=power, sm_clock_mhz=clock
+        index=index,
+        busy_share=busy,
+        memory_used_bytes=memory,
+        power_w=power,
+        sm_clock_mhz=clock,
+        is_held_back=held,
     )
 
 
@@ -85,7 +90,7 @@ def test_what_a_lagging_source_knows_at_the_end_still_counts():
 
 def test_our_own_view_of_the_gpus_wins_over_a_collectors():
     source = Script([Figures(0.0, {"running": 1.0}, {"gpu0_power_w": 1.0})])
-    ours = FakeGpus(gpu(0), gpu(1), gpu(2, busy=None, power=None, clock=1400))
+    ours = FakeGpus(gpu(0), gpu(1), gpu(2, busy=None, power=None, clock=1400, held=True))
     monitor = Monitor(source, gpus=ours, devices=frozenset({0, 2}), interval_s=QUICK_S)
     found = watch(monitor, lambda seen: of(seen, "gpu") and of(seen, "server"))
     assert of(found, "gpu")[0].values == {
@@ -94,6 +99,7 @@ def test_our_own_view_of_the_gpus_wins_over_a_collectors():
         "gpu0_power_w": 70.5,
         "gpu2_memory_bytes": 100.0,
         "gpu2_sm_clock_mhz": 1400.0,
+        "gpu2_held_back": 1.0,
     }
     assert not any(reading.values == {"gpu0_power_w": 1.0} for reading in found)
 

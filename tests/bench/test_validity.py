@@ -254,3 +254,26 @@ def test_a_search_that_did_not_resolve_joins_the_verdict():
     found = calm.also(unresolved("vllm", ["holds at the highest rate"]))
     assert not found.is_valid
     assert "highest rate of vllm did not resolve: holds at the highest" in found.reasons[0]
+
+
+@pytest.mark.parametrize(("held", "told"), [(1, False), (2, True)])
+def test_a_gpu_whose_clocks_power_or_heat_lowered_is_named(held, told):
+    nan = math.nan
+    gpu = scrape(
+        gpu0_held_back=[0.0] * 11,
+        gpu0_sm_clock_mhz=[1980.0] * 11,
+        gpu1_held_back=[nan] + [1.0] * held + [0.0] * (10 - held),
+        gpu1_sm_clock_mhz=[nan, *[1600.0] * 6, *[1900.0] * 4],
+    )
+    found = verdict(many(), gpu=gpu)
+    assert found.is_valid
+    words = (
+        "GPU 1 lowered its clocks for power or heat in 20% of the readings, to 1,600 MHz at the "
+        "median: rates hold for this board's power limit and cooling"
+    )
+    assert found.cautions == ((words,) if told else ())
+
+
+def test_clocks_that_were_lowered_are_told_where_they_were_not_read():
+    (words,) = verdict(many(), gpu=scrape(gpu0_held_back=[1.0, 1.0])).cautions
+    assert words.startswith("GPU 0 lowered its clocks for power or heat in 100% of the readings: ")

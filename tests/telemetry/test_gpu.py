@@ -27,6 +27,9 @@ class FakeNvml:
     class NVMLError_GpuIsLost(NVMLError):  # noqa: N801, N818 -- pynvml's name
         pass
 
+    class NVMLError_FunctionNotFound(NVMLError):  # noqa: N801, N818 -- pynvml's name
+        pass
+
     def __init__(self):
         self.faults = {}
 
@@ -68,6 +71,14 @@ class FakeNvml:
 
     NVML_CLOCK_SM = 1
 
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle):  # noqa: N802 -- pynvml's name
+        self._check("reasons", handle)
+        return [0x1 | 0x100, 0x4][handle]  # idle, and a display's clock; the power cap
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):  # noqa: N802 -- pynvml's name
+        self._check("old reasons", handle)
+        return [0x20, 0x2][handle]  # heat; clocks that somebody has set
+
     def nvmlDeviceGetClockInfo(self, handle, kind):  # noqa: N802 -- pynvml's name
         assert kind == self.NVML_CLOCK_SM
         self._check("clock", handle)
@@ -83,12 +94,19 @@ def nvml():
     return FakeNvml()
 
 
-FIRST = GpuReading(0, "GPU-0", 0.5, 1000, 8000, 70.5, 1500.0)
-SECOND = GpuReading(1, "GPU-1", 0.75, 1001, 8000, 71.5, 1501.0)
+FIRST = GpuReading(0, "GPU-0", 0.5, 1000, 8000, 70.5, 1500.0, is_held_back=False)
+SECOND = GpuReading(1, "GPU-1", 0.75, 1001, 8000, 71.5, 1501.0, is_held_back=True)
 
 
 def test_every_gpu_is_read(nvml):
     assert Gpus.open(nvml).read() == [FIRST, SECOND]
+
+
+def test_an_older_driver_says_by_another_name_what_holds_clocks_back(nvml):
+    nvml.faults["reasons"] = nvml.NVMLError_FunctionNotFound
+    with capture_logs() as logs:
+        assert [gpu.is_held_back for gpu in Gpus.open(nvml).read()] == [True, False]
+    assert logs == []
 
 
 def test_each_gpus_processes_are_told_where_the_driver_tells_them(nvml):
@@ -123,11 +141,12 @@ def test_what_a_gpu_does_not_tell_is_left_out_without_a_warning(nvml):
     nvml.faults["memory", 1] = nvml.NVMLError_NotSupported
     nvml.faults["power", 1] = nvml.NVMLError_NotSupported
     nvml.faults["clock", 1] = nvml.NVMLError_NotSupported
+    nvml.faults["reasons", 1] = nvml.NVMLError_NotSupported
     with capture_logs() as logs:
         readings = Gpus.open(nvml).read()
     assert readings == [
-        GpuReading(0, "GPU-0", None, 1000, 8000, 70.5, 1500.0),
-        GpuReading(1, "GPU-1", None, None, None, None, None),
+        GpuReading(0, "GPU-0", None, 1000, 8000, 70.5, 1500.0, is_held_back=False),
+        GpuReading(1, "GPU-1", None, None, None, None, None, None),
     ]
     assert logs == []
 
@@ -144,7 +163,7 @@ def test_a_lost_gpu_leaves_the_others_and_is_warned_of_once(nvml, call):
 def test_a_gpu_that_is_lost_between_two_questions_keeps_what_it_said(nvml):
     nvml.faults["memory", 0] = nvml.NVMLError_GpuIsLost
     with capture_logs() as logs:
-        first = GpuReading(0, "GPU-0", 0.5, None, None, 70.5, 1500.0)
+        first = GpuReading(0, "GPU-0", 0.5, None, None, 70.5, 1500.0, is_held_back=False)
         assert Gpus.open(nvml).read() == [first, SECOND]
     assert [log["event"] for log in logs] == ["gpu_reading_failed"]
 

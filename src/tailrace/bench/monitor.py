@@ -134,6 +134,7 @@ class Monitor:
                 "memory_bytes": gpu.memory_used_bytes,
                 "power_w": gpu.power_w,
                 "sm_clock_mhz": gpu.sm_clock_mhz,
+                "held_back": gpu.is_held_back,
             }
             known = {f"gpu{gpu.index}_{name}": value for name, value in named.items()}
             found |= {name: float(value) for name, value in known.items() if value is not None}

@@ -181,6 +181,7 @@ async def run_trial(
         shared_tokens={i: prompt.shared_tokens for i, prompt in enumerate(work.prompts)},
         user_requests=Counter(a.user for a in work.schedule.arrivals if a.user is not None),
         server=files.scrapes.get("server", Scrape()),
+        gpu=files.scrapes.get("gpu", Scrape()),
         longest_think_s=max((a.think_s for a in work.schedule.arrivals), default=0.0),
         arrivals_s=work.schedule.duration_s,
         governor=machine.governor(),

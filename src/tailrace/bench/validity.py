@@ -7,6 +7,7 @@ asked for. A caution leaves it valid, and tells the reader what to keep in mind.
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,8 @@ OTHERS_SHARE = 0.1
 """CPU time of this machine that programs other than client and server may use."""
 FEW = "P99 of a request's latency is simply the slowest of them"
 """What a caution says of a run of few requests."""
+HELD_BACK_SHARE = 0.1
+"""Readings in which power or heat may hold a GPU's clocks back before a caution is due."""
 SLOW_GOVERNORS = frozenset({"powersave", "ondemand", "conservative", "schedutil"})
 """Linux's CPU frequency governors that let an idle CPU slow down."""
 
@@ -82,6 +85,8 @@ class Observed:
     """Closed loop: nothing that is due later is sent."""
     server: Scrape = field(default_factory=Scrape)
     """The server's own counters over the run."""
+    gpu: Scrape = field(default_factory=Scrape)
+    """What the machine's GPUs told over the run."""
     others_share: float | None = None
     """CPU time of this machine that went neither to the client nor to the server; None: unknown."""
     governor: str = ""
@@ -115,6 +120,7 @@ def judge(
         _blind(observed.monitor_fault),
         _not_alone(observed.others_share),
         _slow_clock(observed.governor),
+        *_held_back(observed.gpu),
     ]
     return Verdict(tuple(filter(None, reasons)), tuple(filter(None, cautions)))
 
@@ -327,6 +333,24 @@ def _slow_clock(governor: str) -> str:
         f"the client's CPU governor is {governor}: it lowers the clock between requests, which can "
         "nearly double what the client adds to first tokens; set it to performance"
     )
+
+
+def _held_back(gpu: Scrape) -> list[str]:
+    """Return a caution for each GPU whose clocks were lowered for a good part of the run."""
+    told = []
+    for name, readings in gpu.values.items():
+        device, _, what = name.partition("_")
+        known = [value for value in readings if not math.isnan(value)]
+        share = sum(known) / len(known) if known else 0.0
+        if what != "held_back" or share <= HELD_BACK_SHARE:
+            continue
+        clocks = [c for c in gpu.values.get(f"{device}_sm_clock_mhz", ()) if not math.isnan(c)]
+        at = f", to {statistics.median(clocks):,.0f} MHz at the median" if clocks else ""
+        told.append(
+            f"GPU {device.removeprefix('gpu')} lowered its clocks for power or heat in {share:.0%} "
+            f"of the readings{at}: rates hold for this board's power limit and cooling"
+        )
+    return told
 
 
 def _few(stats: Stats) -> str:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("tailrace.gpu")
 
+_HELD_BACK = 0x04 | 0x08 | 0x20 | 0x40 | 0x80
+"""Of NVML's reasons for low clocks: power cap, hardware slowdown, heat by software and by hardware,
+power brake. Others are an idle board, or clocks that somebody has set."""
+
 
 @dataclass(frozen=True)
 class GpuReading:
@@ -29,6 +33,7 @@ class GpuReading:
         memory_total_bytes: Of the board.
         power_w: Drawn by the board.
         sm_clock_mhz: Of the multiprocessors: what a board at its power limit lowers.
+        is_held_back: Whether power or heat kept its clocks below what they would have been.
     """
 
     index: int
@@ -38,6 +43,7 @@ class GpuReading:
     memory_total_bytes: int | None
     power_w: float | None = None
     sm_clock_mhz: float | None = None
+    is_held_back: bool | None = None
 
 
 class Gpus:
@@ -126,6 +132,7 @@ class Gpus:
         memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
         power_mw = self._ask(nvml.nvmlDeviceGetPowerUsage, handle)
         clock_mhz = self._ask(self._sm_clock, handle)
+        reasons = self._ask(self._clock_reasons, handle)
         return GpuReading(
             index=index,
             uuid=uuid,
@@ -134,7 +141,15 @@ class Gpus:
             memory_total_bytes=None if memory is None else memory.total,
             power_w=None if power_mw is None else power_mw / 1000,
             sm_clock_mhz=None if clock_mhz is None else float(clock_mhz),
+            is_held_back=None if reasons is None else bool(reasons & _HELD_BACK),
         )
+
+    def _clock_reasons(self, handle: Any) -> Any:
+        nvml = self._nvml
+        try:
+            return nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+        except nvml.NVMLError_FunctionNotFound:  # drivers before 535 have its old name alone
+            return nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
 
     def _sm_clock(self, handle: Any) -> Any:
         return self._nvml.nvmlDeviceGetClockInfo(handle, self._nvml.NVML_CLOCK_SM)

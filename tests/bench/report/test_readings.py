@@ -48,6 +48,8 @@ def test_gpus_are_summed_in_memory_and_power_and_averaged_in_use_and_clock():
             "gpu1_power_w": 300.0,
             "gpu0_sm_clock_mhz": 1400.0,
             "gpu1_sm_clock_mhz": 1900.0,
+            "gpu0_held_back": 1.0,
+            "gpu1_held_back": 0.0,
         }
     )
     found = figures_of({"gpu": gpu})
@@ -55,6 +57,7 @@ def test_gpus_are_summed_in_memory_and_power_and_averaged_in_use_and_clock():
     assert found["gpu_memory_max_bytes"] == 30.0
     assert found["gpu_power_mean_w"] == 400.0
     assert found["gpu_clock_mean_mhz"] == 1650.0
+    assert found["gpu_held_back_mean"] == 0.5
     assert total_over_gpus(gpu, "_power_w") == [400.0]
     assert mean_over_gpus(gpu, "_utilisation") == pytest.approx([0.6])
 
