@@ -33,24 +33,19 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mock_engine import MockEngine, services_of
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tailrace.config import Config
 from tailrace.models import gguf
 from tailrace.server import serve
-from tailrace.server.engine_client import EngineState, OutputQueue
-from tailrace.server.services import Services, TextServices
-from tailrace.telemetry.metrics import Metrics
-from tailrace.telemetry.request_log import RequestLog
-from tailrace.text.chat import ChatTemplate
+from tailrace.server.engine_client import OutputQueue
 from tailrace.text.tokenizer import Tokenizer
-from tailrace.types import EngineReady, TokenOutput
+from tailrace.types import TokenOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     import uvicorn
 
+    from tailrace.server.services import Services
     from tailrace.types import EngineRequest
 
 CONNECTIONS = 8
@@ -61,23 +56,8 @@ _TOKEN_ID = 260
 _CPU_PATH = "/cpu"
 
 
-class MockEngine:
-    """Implements `EngineClient`; every request gets a token `STEP_S` after the one before."""
-
-    state = EngineState.READY
-    restarts_total = 0
-    stats = None
-    pids: dict[str, int] = {}  # noqa: RUF012 -- never changed
-    ready = EngineReady(
-        context_length=8192,
-        vocab_size=49_152,
-        eos_token_ids=[],
-        total_blocks=1,
-        block_size=16,
-        device="mock",
-        load_s=0.0,
-        warmup_s=0.0,
-    )
+class Ticking(MockEngine):
+    """Every request gets a token `STEP_S` after the one before."""
 
     def submit(self, request: EngineRequest) -> OutputQueue:
         queue = OutputQueue()
@@ -88,9 +68,6 @@ class MockEngine:
             output = TokenOutput(request.request_id, [_TOKEN_ID], finish_reason=reason)
             loop.call_later(number * STEP_S, queue.put_nowait, output)
         return queue
-
-    def abort(self, request_ids: Iterable[str]) -> None:
-        pass
 
 
 @dataclass(frozen=True)
@@ -209,14 +186,8 @@ def serve_forever(listeners: dict[str, socket.socket]) -> None:
     logging.disable()
     folder = gguf.resolve("smollm2")
     tokenizer = Tokenizer.load(folder)
-    services = Services(
-        config=Config(),
-        engine=MockEngine(),
-        metrics=Metrics(),
-        request_log=RequestLog(""),
-        started_s=time.monotonic(),
-        text=TextServices("mock", tokenizer, ChatTemplate.load(folder, tokenizer)),
-    )
+    engine = Ticking(context_length=8192, vocab_size=49_152)
+    services = services_of(engine, folder, tokenizer)
 
     async def main() -> None:
         await asyncio.gather(

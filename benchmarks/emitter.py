@@ -34,12 +34,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mock_engine import MockEngine
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tailrace.config import Config, EngineConfig, ServerConfig
 from tailrace.server import http as server_http
 from tailrace.server import serve
-from tailrace.server.engine_client import EngineState, OutputQueue
+from tailrace.server.engine_client import OutputQueue
 from tailrace.server.outbox import Outbox, Outlet
 from tailrace.server.services import Services, TextServices
 from tailrace.telemetry.metrics import Metrics
@@ -47,7 +48,7 @@ from tailrace.telemetry.request_log import RequestLog
 from tailrace.text.chat import ChatTemplate
 from tailrace.text.decoding import BYTE_SYMBOLS
 from tailrace.text.tokenizer import Tokenizer as TextTokenizer
-from tailrace.types import EngineReady, TokenOutput
+from tailrace.types import TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -112,25 +113,11 @@ class Equal:
     has_begun = False
 
 
-class MockEngine:
-    """Implements `EngineClient`; tokens come when `pace` says so."""
-
-    state = EngineState.READY
-    restarts_total = 0
-    stats = None
-    pids: dict[str, int] = {}  # noqa: RUF012 -- never changed
+class Paced(MockEngine):
+    """Tokens come when `pace` says so."""
 
     def __init__(self) -> None:
-        self.ready = EngineReady(
-            context_length=4096,
-            vocab_size=256,
-            eos_token_ids=[],
-            total_blocks=1,
-            block_size=16,
-            device="mock",
-            load_s=0.0,
-            warmup_s=0.0,
-        )
+        super().__init__(context_length=4096, vocab_size=256)
         self.streams: dict[str, Stream] = {}
         self.by_number: dict[int, Stream] = {}
         self.delays = Delays()
@@ -240,7 +227,7 @@ def measure(
 async def serve_and_put(
     listener: socket.socket, streams: int, seconds: float, *, is_fifo: bool, paced: bool
 ) -> tuple[Delays, float]:
-    engine = MockEngine()
+    engine = Paced()
     server = uvicorn_server(engine, streams, FifoOutbox() if is_fifo else Outbox())
     write = server_http.Request.write
 
@@ -269,7 +256,7 @@ async def serve_and_put(
             await asyncio.wait_for(serving, 10)
 
 
-async def paced_puts(engine: MockEngine) -> None:
+async def paced_puts(engine: Paced) -> None:
     """A token for every stream each step, however late the loop is."""
     due = time.monotonic()
     while True:
@@ -278,7 +265,7 @@ async def paced_puts(engine: MockEngine) -> None:
         engine.put_all()
 
 
-async def eager_puts(engine: MockEngine) -> None:
+async def eager_puts(engine: Paced) -> None:
     """The next token as soon as the last ones are written."""
     while True:
         engine.put_all()
@@ -288,7 +275,7 @@ async def eager_puts(engine: MockEngine) -> None:
             await engine.written.wait()
 
 
-def uvicorn_server(engine: MockEngine, streams: int, outbox: Outbox) -> uvicorn.Server:
+def uvicorn_server(engine: Paced, streams: int, outbox: Outbox) -> uvicorn.Server:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = write_tokenizer(Path(folder))
         services = Services(

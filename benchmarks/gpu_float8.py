@@ -42,6 +42,7 @@ from benchmarks.hopper_layers import (
     ROWS,
     Kind,
     check_all,
+    differences,
     fastest_of,
     graph_s,
     kind_of,
@@ -62,8 +63,6 @@ TIME_S = 300
 """Of all times."""
 BLOCKS_ROWS = 64
 """At which weights by blocks are timed."""
-BOUND = 0.006
-"""Of |y - truth| / |truth|: the result's own rounding in bfloat16 is 0.002."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,10 +90,6 @@ CASES = (
     Case(True, 640, 200, "bfloat16"),  # less than a tile of some; all of its rows
 )
 FULL = CASES[-1]
-TIMES = 3
-"""A product is computed, as usual ..."""
-CHAINED = 5
-"""... and in a row of launches that start before the one ahead has ended."""
 
 
 def candidates(rows: int) -> tuple[HopperFloat8Shape, ...]:
@@ -167,7 +162,6 @@ def _differences(
 ) -> list[str]:
     import torch
 
-    from tailrace.kernels.dependent_launch import dependent_launches
     from tailrace.kernels.linear.float8 import quantize_blocks, quantize_channels
 
     dtype = getattr(torch, case.dtype)
@@ -182,27 +176,14 @@ def _differences(
     if bias is not None:
         truth += bias.double()
 
-    def product(count: int = rows) -> torch.Tensor:
+    def product(count: int) -> torch.Tensor:
         some = dataclasses.replace(x, values=x.values[:count], scales=x.scales[:count])
         return multiply(some, weight, bias, dtype, scratch=scratch, shape=shape)
 
-    results = [product() for _ in range(TIMES)]
-    error = float((results[0].double() - truth).norm() / truth.norm())
     where = f"{shape.words} {tile} rows, {case.words}"
-    wrong = [] if error < BOUND else [f"{where}: {error:.4f}"]
-    if any(not torch.equal(results[0], other) for other in results[1:]):
-        wrong.append(f"{where}: another time, other bits")
-    fewer = tile // 2 + 1
-    if not torch.equal(product(fewer), results[0][:fewer]):
-        wrong.append(f"{where}: a row depends on its neighbours")
-    if case.is_dependent:
-        with dependent_launches():
-            chain = [product() for _ in range(CHAINED)]
-        if not all(torch.equal(results[0], other) for other in chain):
-            wrong.append(f"{where}: other bits {DEPENDENT}")
-    if bool(scratch.arrivals.any()):
-        wrong.append(f"{where}: arrivals are left behind")
-    return wrong
+    return differences(
+        where, product, truth, scratch, fewer=tile // 2 + 1, is_dependent=case.is_dependent
+    )
 
 
 # Times

@@ -35,12 +35,12 @@ from typing import TYPE_CHECKING
 from benchmarks.hopper_layers import (
     COLD_BYTES,
     COPY_RATE,
-    DEPENDENT,
     DEPTH,
     LAYERS,
     ROWS,
     Kind,
     check_all,
+    differences,
     fastest_of,
     graph_s,
     kind_of,
@@ -64,8 +64,6 @@ TIME_S = 90
 GOALS_MS = {16: 1.4, 64: 1.9, 128: 2.8}
 CUBLAS_MS = {16: 3.86, 32: 3.95, 64: 3.96, 128: 4.16}
 """bfloat16 by cuBLAS, of all layers, as seen on an H200 on 2026-11-29."""
-BOUND = 0.006
-"""Of |y - truth| / |truth|: the result's own rounding in bfloat16 is 0.002."""
 
 BEFORE_US = {
     "qkv": (9.0, 12.7, 14.8, 24.7), "o": (8.1, 9.7, 12.8, 22.2),
@@ -102,10 +100,6 @@ CASES = (
     Case(64, 640, 200, "float16", is_dependent=True),  # less than a tile of some; all of its rows
 )
 FULL = CASES[-1]
-TIMES = 3
-"""A product is computed, as usual ..."""
-CHAINED = 5
-"""... and in a row of launches that start before the one ahead has ended."""
 
 
 def candidates(rows: int) -> tuple[Shape, ...]:
@@ -195,7 +189,6 @@ def can_multiply(shape: Shape, case: Case) -> bool:
 def _differences(tile: int, case: Case, shape: Shape, device: torch.device) -> list[str]:
     import torch
 
-    from tailrace.kernels.dependent_launch import dependent_launches
     from tailrace.kernels.linear.int4 import quantize_groups
     from tailrace.kernels.linear.packed_int4 import PackedInt4
 
@@ -213,24 +206,14 @@ def _differences(tile: int, case: Case, shape: Shape, device: torch.device) -> l
     truth = x.double() @ held.dequantize().double().t()
     if bias is not None:
         truth += bias.double()
-    results = [multiply(x, weight, bias, scratch=scratch) for _ in range(TIMES)]
-    error = float((results[0].double() - truth).norm() / truth.norm())
+
+    def product(count: int) -> torch.Tensor:
+        return multiply(x[:count], weight, bias, scratch=scratch)
+
     where = f"{shape.words} {tile} rows, {case.words}"
-    wrong = [] if error < BOUND else [f"{where}: {error:.4f}"]
-    if any(not torch.equal(results[0], other) for other in results[1:]):
-        wrong.append(f"{where}: another time, other bits")
-    fewer = tile // 2 + 1
-    part = multiply(x[:fewer], weight, bias, scratch=scratch)
-    if not torch.equal(part, results[0][:fewer]):
-        wrong.append(f"{where}: a row depends on its neighbours")
-    if case.is_dependent:
-        with dependent_launches():
-            chain = [multiply(x, weight, bias, scratch=scratch) for _ in range(CHAINED)]
-        if not all(torch.equal(results[0], other) for other in chain):
-            wrong.append(f"{where}: other bits {DEPENDENT}")
-    if bool(scratch.arrivals.any()):
-        wrong.append(f"{where}: arrivals are left behind")
-    return wrong
+    return differences(
+        where, product, truth, scratch, fewer=tile // 2 + 1, is_dependent=case.is_dependent
+    )
 
 
 # Times

@@ -19,6 +19,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
+    from tailrace.kernels.linear.workspace import SplitScratch
+
 LAYERS = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}
 """Outputs and inputs, of Qwen2.5-7B."""
 DEPTH = 28
@@ -84,6 +88,55 @@ def check_all(file: str, kinds: list[Kind]) -> list[Kind]:
     spent = time.monotonic() - begun
     print(f"comparison: {len(right)} of {len(kinds)} kinds are right, {spent:.0f} s", flush=True)
     return right
+
+
+TIMES = 3
+"""A product is computed, as usual ..."""
+CHAINED = 5
+"""... and in a row of launches that start before the one ahead has ended."""
+BOUND = 0.006
+"""Of |y - truth| / |truth|: the result's own rounding in bfloat16 is 0.002."""
+
+
+def differences(
+    where: str,
+    product: Callable[[int], torch.Tensor],
+    truth: torch.Tensor,
+    scratch: SplitScratch,
+    *,
+    fewer: int,
+    is_dependent: bool,
+) -> list[str]:
+    """Return what is wrong with a product, each fault behind `where`.
+
+    Args:
+        where: Shape and case, in words.
+        product: Takes how many of the rows to multiply.
+        truth: float64 [T, O], of all rows.
+        scratch: Of the product; what arrives there must be taken back.
+        fewer: Rows of a product whose results must be those of all rows' first.
+        is_dependent: Whether it is launched in a row as well.
+    """
+    import torch
+
+    from tailrace.kernels.dependent_launch import dependent_launches
+
+    rows = len(truth)
+    results = [product(rows) for _ in range(TIMES)]
+    error = float((results[0].double() - truth).norm() / truth.norm())
+    wrong = [] if error < BOUND else [f"{where}: {error:.4f}"]
+    if any(not torch.equal(results[0], other) for other in results[1:]):
+        wrong.append(f"{where}: another time, other bits")
+    if not torch.equal(product(fewer), results[0][:fewer]):
+        wrong.append(f"{where}: a row depends on its neighbours")
+    if is_dependent:
+        with dependent_launches():
+            chain = [product(rows) for _ in range(CHAINED)]
+        if not all(torch.equal(results[0], other) for other in chain):
+            wrong.append(f"{where}: other bits {DEPENDENT}")
+    if bool(scratch.arrivals.any()):
+        wrong.append(f"{where}: arrivals are left behind")
+    return wrong
 
 
 def graph_s(work: Callable[[], object], repeats: int = 9) -> float:

@@ -35,22 +35,16 @@ from pydoc_data.topics import topics
 from typing import TYPE_CHECKING
 
 import httpx
+from mock_engine import MockEngine, services_of
 
 from tailrace.bench.launch import LocalServer
-from tailrace.config import Config
 from tailrace.models import gguf
 from tailrace.server import serve
-from tailrace.server.engine_client import EngineState, OutputQueue
-from tailrace.server.services import Services, TextServices
-from tailrace.telemetry.metrics import Metrics
-from tailrace.telemetry.request_log import RequestLog
-from tailrace.text.chat import ChatTemplate
+from tailrace.server.engine_client import OutputQueue
 from tailrace.text.tokenizer import Tokenizer
-from tailrace.types import EngineReady, TokenOutput
+from tailrace.types import TokenOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from tailrace.types import EngineRequest
 
 LENGTHS = (1_000, 4_000, 16_000)
@@ -59,23 +53,8 @@ PIECE_S = 0.01
 """A paced body comes in pieces of so many seconds."""
 
 
-class MockEngine:
-    """Implements `EngineClient`; every request is one token, at once."""
-
-    state = EngineState.READY
-    restarts_total = 0
-    stats = None
-    pids: dict[str, int] = {}  # noqa: RUF012 -- never changed
-    ready = EngineReady(
-        context_length=32_768,
-        vocab_size=49_152,
-        eos_token_ids=[],
-        total_blocks=1,
-        block_size=16,
-        device="mock",
-        load_s=0.0,
-        warmup_s=0.0,
-    )
+class Prompt(MockEngine):
+    """Every request is one token, at once."""
 
     def submit(self, request: EngineRequest) -> OutputQueue:
         queue = OutputQueue()
@@ -86,9 +65,6 @@ class MockEngine:
         pass
 
     def grow(self, request_id: str, start: int, token_ids: list[int], lifetime_s: float) -> None:
-        pass
-
-    def abort(self, request_ids: Iterable[str]) -> None:
         pass
 
 
@@ -212,14 +188,8 @@ def receive(connection: socket.socket, mark: bytes) -> bytes:
 
 def serve_forever(listener: socket.socket, folder: Path, tokenizer: Tokenizer) -> None:
     logging.disable()
-    services = Services(
-        config=Config(),
-        engine=MockEngine(),
-        metrics=Metrics(),
-        request_log=RequestLog(""),
-        started_s=time.monotonic(),
-        text=TextServices("mock", tokenizer, ChatTemplate.load(folder, tokenizer)),
-    )
+    engine = Prompt(context_length=32_768, vocab_size=49_152)
+    services = services_of(engine, folder, tokenizer)
     server = serve._Server(serve._uvicorn_config(services))  # noqa: SLF001 -- as it is
     with asyncio.Runner(loop_factory=serve.loop_factory()) as runner:
         runner.run(server.serve(sockets=[listener]))

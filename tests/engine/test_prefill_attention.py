@@ -6,6 +6,7 @@ A stand-in in PyTorch takes the kernel's place; the rest is what serves on a GPU
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -128,13 +129,18 @@ def test_prompts_by_hoppers_kernel_give_the_cpu_runners_tokens(folder, truth, ho
 
 def test_the_kernel_itself_gives_tritons_tokens_in_padded_steps(folder, monkeypatch):
     """In half precision, interpreted: no stand-in is strict about what a tile without rows does."""
+    compare_interpreted(monkeypatch, partial(runner_by, folder, Framed, dtype="float16"))
+
+
+def compare_interpreted(monkeypatch, runner_of):
+    """See that runners by both kernels, as `runner_of` makes them by name, give the same tokens."""
     interpreters = pytest.importorskip("tests.kernels.gluon_interpreter")
     kernel = interpreters.Interpreter(hopper_prefill_kernel, seed=2, undefined_reads={"_clear"})
     monkeypatch.setattr(triton_hopper_prefill, "hopper_prefill_kernel", kernel)
     monkeypatch.setattr(prefill_kernels, "why_no_gluon", lambda *_: None)
     found = []
     for asked in ("triton", "hopper"):
-        runner = runner_by(folder, Framed, asked, dtype="float16")
+        runner = runner_of(asked=asked)
         assert is_hopper(runner.step_graphs.shape) == (asked == "hopper")
         found.append(generate(runner, requests()[::2]))
         assert any(frame and frame.tokens for frame in runner.frames)

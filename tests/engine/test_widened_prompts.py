@@ -6,6 +6,8 @@ engines read the same rounded keys and values, and only add in another order.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -24,20 +26,18 @@ from tailrace.kernels.attention_shapes import prefill_shape
 from tailrace.kernels.kv_scales import KVScales
 from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.paged_attention import (
-    prefill_kernels,
-    triton_hopper_prefill,
     triton_prefill,
     triton_widened_kv,
 )
 from tailrace.kernels.paged_attention.device_batch import plan
 from tailrace.kernels.paged_attention.prefill_kernels import is_hopper, name_of
-from tailrace.kernels.paged_attention.triton_hopper_prefill import USUAL, hopper_prefill_kernel
+from tailrace.kernels.paged_attention.triton_hopper_prefill import USUAL
 from tailrace.kernels.paged_attention.triton_widened_kv import UNIT_TOKENS, WidenedKv, units_of
 from tailrace.kernels.triton_kernels import TritonKernels
 from tailrace.models.loader import load_model
 from tests.engine import test_cuda_runner as runners
 from tests.engine.test_cuda_runner import CPU, Framed, generate, make_runner
-from tests.engine.test_prefill_attention import HEADS, SIZES, requests, start
+from tests.engine.test_prefill_attention import HEADS, SIZES, compare_interpreted, requests, start
 from tests.kernels.hopper_stand_in import let_hopper_serve
 from tests.kernels.paged import Paged, make_batch
 from tests.kernels.test_triton_widened_kv import float8_caches
@@ -125,17 +125,8 @@ def test_prompts_by_hoppers_kernel_give_tritons_tokens(folder, tritons, hopper, 
 
 
 def test_the_kernel_itself_gives_tritons_tokens_in_padded_steps(folder, monkeypatch):
-    interpreters = pytest.importorskip("tests.kernels.gluon_interpreter")
-    kernel = interpreters.Interpreter(hopper_prefill_kernel, seed=2, undefined_reads={"_clear"})
-    monkeypatch.setattr(triton_hopper_prefill, "hopper_prefill_kernel", kernel)
-    monkeypatch.setattr(prefill_kernels, "why_no_gluon", lambda *_: None)
-    found = []
-    for asked in ("triton", "hopper"):
-        runner = runner_by(folder, asked, Framed, dtype="float16")
-        assert is_hopper(runner.step_graphs.shape) == (asked == "hopper")
-        found.append(generate(runner, requests()[::2]))
-        assert any(frame and frame.tokens for frame in runner.frames)
-    assert found[0] == found[1]
+    runner_of = partial(runner_by, folder, kind=Framed, dtype="float16")
+    compare_interpreted(monkeypatch, runner_of)
 
 
 @pytest.mark.parametrize("kind", [CudaRunner, Framed], ids=["own sizes", "frames"])

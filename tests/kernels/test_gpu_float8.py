@@ -50,8 +50,8 @@ def test_every_candidate_is_of_a_kind():
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_comparison_reaches_each_kind(small, monkeypatch, kind):
     # One seed is one order of all that happens: here a product cannot differ a third time.
-    monkeypatch.setattr(gpu_float8, "TIMES", 2)
-    monkeypatch.setattr(gpu_float8, "CHAINED", 1)
+    monkeypatch.setattr(hopper_layers, "TIMES", 2)
+    monkeypatch.setattr(hopper_layers, "CHAINED", 1)
     assert gpu_float8.check(*kind, device="cpu") == []
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks import gpu_int4
+from benchmarks import gpu_int4, hopper_layers
 
 pytest.importorskip("triton.experimental.gluon", reason="Triton with Gluon is not installed")
 
@@ -46,8 +46,8 @@ def test_every_candidate_is_of_a_kind_and_every_kernel_has_kinds():
 @pytest.mark.parametrize("kind", gpu_int4.all_kinds(), ids=str)
 def test_the_comparison_reaches_each_kind(small, monkeypatch, kind):
     # One seed is one order of all that happens: here a product cannot differ a third time.
-    monkeypatch.setattr(gpu_int4, "TIMES", 2)
-    monkeypatch.setattr(gpu_int4, "CHAINED", 1)
+    monkeypatch.setattr(hopper_layers, "TIMES", 2)
+    monkeypatch.setattr(hopper_layers, "CHAINED", 1)
     assert gpu_int4.check(*kind, device="cpu") == []
 
 

@@ -24,6 +24,7 @@ gluon_interpreter = pytest.importorskip(
     "tests.kernels.gluon_interpreter", reason="Triton with Gluon is not installed"
 )
 Language = pytest.importorskip("tests.kernels.gluon_interpreter.language").Language
+on_gluon = pytest.importorskip("tests.kernels.on_gluon")
 
 WRITTEN_BEFORE = frozenset(
     {"x_desc", "scale_desc", "x_scale_ptr", "out_ptr", "part_ptr", "arrivals"}
@@ -163,15 +164,10 @@ def test_slices_are_the_same_bits_in_whatever_order_they_come(monkeypatch):
 
 
 def same_bits(monkeypatch, layer, shape):
-    seen = []
-    for seed in range(6):
-        torch.manual_seed(3)
-        _, y, error = multiplied(
-            monkeypatch, layer, 11, shape, torch.bfloat16, seed=seed, dependent=seed > 3
-        )
-        assert error < BOUNDS[torch.bfloat16]
-        seen.append(y)
-    assert all(torch.equal(seen[0], y) for y in seen[1:])
+    def product(**given):
+        return multiplied(monkeypatch, layer, 11, shape, torch.bfloat16, **given)[1:]
+
+    on_gluon.assert_same_bits(product, BOUNDS[torch.bfloat16])
 
 
 def test_programs_that_meet_at_once_add_each_part_once(monkeypatch):

@@ -16,11 +16,16 @@ functions here are the truth for the Triton ones (`triton_float8_rows`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from tailrace.errors import EngineError
 from tailrace.kernels.linear.float8 import FLOAT8, FLOAT8_MAX
+
+if TYPE_CHECKING:
+    from tailrace.kernels.linear.float8 import Float8Weight
 
 LEAST_SCALE = 2.0**-100
 """Of a row of zeros, which has a scale all the same."""
@@ -59,6 +64,19 @@ class Float8Rows:
             self.scales.as_strided((whole, groups), (1, whole)),
             self.group,
         )
+
+
+def require_few(x: Float8Rows, weight: Float8Weight, most_rows: int) -> None:
+    """See that there are rows, no more than a kernel takes, and with scales as the weight's.
+
+    Raises:
+        EngineError: There are none, or too many; or their scales do not go with the weight's.
+    """
+    rows = len(x.values)
+    if not 0 < rows <= most_rows:
+        raise EngineError(f"{rows} rows: this FP8 product takes 1 to {most_rows}")
+    if x.scales.shape[1] != (weight.scales.shape[1] if weight.scheme == "block128" else 1):
+        raise EngineError(f"rows in groups of {x.group}: not those of a weight by {weight.scheme}")
 
 
 def empty_rows(rows: int, inputs: int, group: int, device: torch.device) -> Float8Rows:

@@ -25,7 +25,6 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tailrace.errors import EngineError
 from tailrace.kernels.attention_shapes import INTERPRETER
 from tailrace.kernels.dependent_launch import (
     AHEAD,
@@ -35,6 +34,7 @@ from tailrace.kernels.dependent_launch import (
     wait_for_last,
 )
 from tailrace.kernels.linear.float8 import BLOCK
+from tailrace.kernels.linear.float8_rows import require_few
 from tailrace.kernels.linear.triton_split_sum import added_parts, arrives_last
 from tailrace.kernels.linear.ways import Ways
 
@@ -259,13 +259,10 @@ def float8_few(
     Raises:
         EngineError: There are no rows, or too many; or their scales do not go with the weight's.
     """
+    require_few(x, weight, MOST_FEW_ROWS)
     rows, inputs = x.values.shape
     outputs = weight.shape[0]
     by_blocks = weight.scheme == "block128"
-    if not 0 < rows <= MOST_FEW_ROWS:
-        raise EngineError(f"{rows} rows: this FP8 product takes 1 to {MOST_FEW_ROWS}")
-    if x.scales.shape[1] != (weight.scales.shape[1] if by_blocks else 1):
-        raise EngineError(f"rows in groups of {x.group}: not those of a weight by {weight.scheme}")
     device = x.values.device
     on_gpu = device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if on_gpu else INTERPRETER

@@ -39,10 +39,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tailrace.errors import EngineError
 from tailrace.kernels.dependent_launch import launch_options
 from tailrace.kernels.linear.float8 import BLOCK
-from tailrace.kernels.linear.float8_rows import ROWS_TOGETHER
+from tailrace.kernels.linear.float8_rows import ROWS_TOGETHER, require_few
 from tailrace.kernels.linear.triton_hopper_ring import (
     META_LAYOUT,
     OTHER_SHARED_BYTES,
@@ -52,6 +51,7 @@ from tailrace.kernels.linear.triton_hopper_ring import (
     flat,
     gathered,
     met,
+    most_reserved,
     multiprocessors,
     put,
     save,
@@ -545,11 +545,7 @@ def reserved(outputs: int, chunks: int, count: int) -> tuple[int, int]:
         chunks: Of 128 of its inputs.
         count: Multiprocessors.
     """
-    shapes = [(rows, shape) for rows, shapes in CANDIDATES.items() for shape in shapes]
-    return (
-        max(shape.parts(outputs, chunks, rows, count) for rows, shape in shapes),
-        max(shape.cut(outputs, chunks, count).programs for _, shape in shapes),
-    )
+    return most_reserved(CANDIDATES, outputs, chunks, count)
 
 
 def float8_hopper(
@@ -578,13 +574,10 @@ def float8_hopper(
     Raises:
         EngineError: There are no rows, or too many; or their scales do not go with the weight's.
     """
+    require_few(x, weight, MOST_ROWS)
     rows, inputs = x.values.shape
     outputs = weight.shape[0]
     by_blocks = weight.scheme == "block128"
-    if not 0 < rows <= MOST_ROWS:
-        raise EngineError(f"{rows} rows: this FP8 product takes 1 to {MOST_ROWS}")
-    if x.scales.shape[1] != (weight.scales.shape[1] if by_blocks else 1):
-        raise EngineError(f"rows in groups of {x.group}: not those of a weight by {weight.scheme}")
     block_m = next(size for size in CANDIDATES if rows <= size)
     chunks = -(-inputs // BLOCK)
     cut = shape.cut(outputs, chunks, multiprocessors(x.values.device))

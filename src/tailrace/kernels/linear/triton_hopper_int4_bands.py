@@ -35,6 +35,7 @@ from tailrace.kernels.linear.triton_hopper_ring import (
     flat,
     met,
     meta_of,
+    most_reserved,
     multiprocessors,
     new_ring,
     produce,
@@ -346,12 +347,7 @@ _WIDE = 132 * 128
 
 def reserved(outputs: int, chunks: int, device: torch.device) -> tuple[int, int]:
     """Return the floats of parts and the arrivals that any candidate needs for a layer."""
-    count = multiprocessors(device)
-    shapes = [(rows, shape) for rows, shapes in CANDIDATES.items() for shape in shapes]
-    return (
-        max(shape.parts(outputs, chunks, rows, count) for rows, shape in shapes),
-        max(shape.cut(outputs, chunks, count).programs for _, shape in shapes),
-    )
+    return most_reserved(CANDIDATES, outputs, chunks, multiprocessors(device))
 
 
 def int4_bands(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from triton.experimental import gluon
@@ -23,6 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torch import Tensor
 
     from tailrace.kernels.linear.packed_int4 import PackedInt4
@@ -375,6 +377,36 @@ META_LAYOUT = gl.NVMMASharedLayout(0, 32, 2)
 def shared_layout(columns: int) -> gl.NVMMASharedLayout:
     """Return the order of 16-bit rows in shared memory, swizzled over up to 128 bytes."""
     return gl.NVMMASharedLayout(min(128, 2 * columns), 16, 2)
+
+
+class RunsShape(Protocol):
+    """A candidate that cuts a layer into runs whose parts meet."""
+
+    def parts(self, outputs: int, chunks: int, rows: int, multiprocessors: int, /) -> int:
+        """Return the floats of parts."""
+        ...
+
+    def cut(self, outputs: int, chunks: int, multiprocessors: int, /) -> Cut:
+        """Return how the layer lies over the GPU."""
+        ...
+
+
+def most_reserved(
+    candidates: Mapping[int, Sequence[RunsShape]], outputs: int, chunks: int, count: int
+) -> tuple[int, int]:
+    """Return the floats of parts and the arrivals that any candidate needs for a layer.
+
+    Args:
+        candidates: By the rows of the tile.
+        outputs: Of the layer.
+        chunks: Of its inputs.
+        count: Multiprocessors.
+    """
+    shapes = [(rows, shape) for rows, several in candidates.items() for shape in several]
+    return (
+        max(shape.parts(outputs, chunks, rows, count) for rows, shape in shapes),
+        max(shape.cut(outputs, chunks, count).programs for _, shape in shapes),
+    )
 
 
 @cache
