@@ -1,5 +1,8 @@
 import gc
+import sys
 from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -127,7 +130,7 @@ def test_phases_are_marked_and_a_tokenizer_read_elsewhere_is_taken(tmp_path):
     config = EngineConfig(dtype="float32", threads=1, kv_cache_tokens=64)
     elsewhere, times = Future(), StartTimes()
     elsewhere.set_result(setup.load_grammars(folder))
-    loaded = setup.load(config, folder, times=times, grammars=elsewhere)
+    loaded = setup.load(config, folder, times=times, grammars=lambda: elsewhere)
     assert loaded.grammars is elsewhere.result()
     assert list(times.seconds) == ["import", "weights", "memory", "tokenizer"]
     here = setup.load(config, folder).grammars
@@ -150,3 +153,39 @@ def test_what_is_imported_is_not_looked_through_for_garbage_and_collecting_goes_
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_a_gpu_start_that_cannot_import_leaves_no_process_behind(monkeypatch):
+    ended, times = [], StartTimes()
+    monkeypatch.setattr(setup.compile_process, "begin_if_cold", lambda: "begun")
+    monkeypatch.setattr(setup.compile_process, "end", ended.append)
+    monkeypatch.setitem(sys.modules, "tailrace.engine.cuda_setup", None)
+    with pytest.raises(ImportError):
+        setup.load(EngineConfig(gpus=(0,)), Path(), times=times)
+    assert ended == ["begun"]
+    assert gc.isenabled()
+
+
+def test_on_a_gpu_the_tokenizer_is_read_when_a_start_waits_or_at_its_end(monkeypatch):
+    """It holds the interpreter, so beside the import it would cost as much as after it."""
+    told = []
+
+    def load_runner(*_, compiler, meanwhile):
+        told.append((compiler, len(read)))
+        assert meanwhile is grammars
+        return runner, 64, 8, "a GPU"
+
+    def grammars():
+        done = Future()
+        read.append("compiler")
+        done.set_result(read[0])
+        return done
+
+    read = []
+    runner = SimpleNamespace(model="model", unit_bytes=1, prefill_weights="same")
+    fake = SimpleNamespace(load_runner=load_runner)
+    monkeypatch.setattr(setup.compile_process, "begin_if_cold", lambda: "begun")
+    monkeypatch.setitem(sys.modules, "tailrace.engine.cuda_setup", fake)
+    loaded = setup.load(EngineConfig(gpus=(0,)), Path(), grammars=grammars)
+    assert told == [("begun", 0)]
+    assert loaded.grammars == "compiler"

@@ -29,8 +29,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia import hopper as gluon_hopper
 from triton.runtime import driver
+from triton.runtime.cache import triton_key
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tailrace.kernels import compile_process, early_compile
 from tailrace.kernels.compile_order import CompileOrder, source_of
 from tailrace.kernels.dependent_launch import dependent_launches
 from tailrace.kernels.early_compile import EarlyCompile, collecting
@@ -182,16 +184,34 @@ def told():
 
 def compiled() -> dict[str, Any]:
     """Compile ahead, then load what the launches want; nothing is compiled here."""
-    marks = []
-    with EarlyCompile(cores=CORES * 4, mark=marks.append) as early, told() as lines:
+    marks, meanwhile, hashed = [], [], triton_key.cache_info().misses
+    begun = compile_process.begin(compile_process.COMMAND, CORES)
+    with (
+        EarlyCompile(
+            begun=begun,
+            cores=CORES * 4,
+            mark=marks.append,
+            meanwhile=lambda: meanwhile.append(begun.poll()),
+        ) as early,
+        told() as lines,
+    ):
         early.expect()
-        is_ready = early._waiting is not None
+        is_ready = early._waiting is begun is not None
         early.before(launches, since="before")
+        is_used = begun.returncode == 0
         early.before(launches, since="between")
     loaded = []
     with only_from_disk(), mock.patch.object(triton.runtime.JITFunction, "run", _warm(loaded)):
         launches()
-    return {"log": lines, "loaded": loaded, "marks": marks, "is_ready": is_ready}
+    return {
+        "log": lines,
+        "loaded": loaded,
+        "marks": marks,
+        "is_ready": is_ready,
+        "is_used": is_used,
+        "meanwhile": meanwhile,
+        "hashed": triton_key.cache_info().misses - hashed,
+    }
 
 
 def _warm(loaded: list[str]):
@@ -258,14 +278,20 @@ def collected() -> dict[str, Any]:
     with mock.patch.object(triton.runtime.JITFunction, "run", _warm([])):
         plain_kernel[1,](x, x, 64, BLOCK=64)  # compiled: is in memory
     kept = triton.runtime.JITFunction.run
-    with only_from_disk(), collecting() as found:
+    made = mock.Mock(side_effect=early_compile.order_of)
+    with (
+        mock.patch.object(early_compile, "order_of", made),
+        only_from_disk(),
+        collecting() as found,
+    ):
         launches()  # a launch would ask NamedGpu for what it does not have
+        launches()
     assert triton.runtime.JITFunction.run is kept
     with suppress(ZeroDivisionError), collecting():
         1 / 0  # noqa: B018
     assert triton.runtime.JITFunction.run is kept
     names = sorted(order.name for order in found.orders.values())
-    return {"names": names, "left": found.left}
+    return {"names": names, "left": found.left, "made": made.call_count}
 
 
 def hopper() -> dict[str, Any]:

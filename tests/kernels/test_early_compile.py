@@ -71,6 +71,9 @@ def test_what_workers_compiled_is_loaded_and_not_compiled_again(tmp_path):
     place = {"TRITON_LIBCUDA_PATH": str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path)}
     run = found("compiled", **place)["compiled"]
     assert run["is_ready"]
+    assert run["is_used"]
+    assert run["meanwhile"] == [None]  # once, while it compiles
+    assert run["hashed"] == 1
     assert run["loaded"] == LAUNCHES
     first, again = logged(run["log"], AHEAD)
     count = len(LAUNCHES)
@@ -83,9 +86,13 @@ def test_what_workers_compiled_is_loaded_and_not_compiled_again(tmp_path):
 
 
 def test_nothing_is_launched_while_launches_are_collected(runs):
-    """The one that is in memory already is not wanted, and is not launched either."""
+    """The one that is in memory already is not wanted, and is not launched either.
+
+    What is launched again and again is asked for once.
+    """
     run = runs["collected"]
     assert run["names"] == sorted(LAUNCHES[1:])
+    assert run["made"] == len(LAUNCHES[1:])
     assert run["left"] == {}
 
 

@@ -40,6 +40,7 @@ from tailrace.kernels.triton_kernels import TritonKernels
 from tailrace.models.loader import describe_weights, load_model
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Callable
     from pathlib import Path
 
@@ -185,9 +186,23 @@ def measure_plan(config: EngineConfig, folder: Path, out: Path | None) -> tuple[
 
 
 def load_runner(
-    config: EngineConfig, folder: Path, token_budget: int, times: StartTimes | None = None
+    config: EngineConfig,
+    folder: Path,
+    token_budget: int,
+    times: StartTimes | None = None,
+    *,
+    compiler: subprocess.Popen[bytes] | None = None,
+    meanwhile: Callable[[], object] | None = None,
 ) -> tuple[CudaRunner, int, int, str]:
     """Load the model, size the KV pool, capture graphs; runs on the runner's thread.
+
+    Args:
+        config: The settings.
+        folder: Of the checkpoint.
+        token_budget: Most rows of a step.
+        times: Where the phases are marked.
+        compiler: A process for kernels that has been begun (compile_process.py); ends with this.
+        meanwhile: Begins what may go on while other processes compile, if any do.
 
     Returns:
         The runner, the context length in tokens, the pool's blocks, and the device in words.
@@ -197,11 +212,11 @@ def load_runner(
         ModelError: The checkpoint cannot be served.
     """
     times = times or StartTimes()
-    with EarlyCompile(mark=times.mark) as early:
+    with EarlyCompile(begun=compiler, mark=times.mark, meanwhile=meanwhile) as early:
         if torch.cuda.is_available():
             early.expect()
         kernels, loaded = load_weights(config, folder, times)
-        compiler = early if kernels.device.type == "cuda" else None  # else interpreted, in tests
+        is_compiled = kernels.device.type == "cuda"  # else interpreted, in tests
         return _load_runner(
             config,
             folder,
@@ -209,7 +224,7 @@ def load_runner(
             loaded,
             token_budget=token_budget,
             times=times,
-            early=compiler,
+            early=early if is_compiled else None,
         )
 
 

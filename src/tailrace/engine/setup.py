@@ -22,6 +22,7 @@ from tailrace.engine.start_times import StartTimes
 from tailrace.engine.step_probes import ProbeRun, choose
 from tailrace.engine.step_time import StepTimeModel
 from tailrace.errors import ConfigError, EngineError
+from tailrace.kernels import compile_process
 from tailrace.models.config import load_config
 from tailrace.telemetry.host_memory import host_room
 from tailrace.text.grammar import GrammarCompiler
@@ -108,7 +109,7 @@ def load(
     folder: Path,
     *,
     times: StartTimes | None = None,
-    grammars: Future[GrammarCompiler] | None = None,
+    grammars: Callable[[], Future[GrammarCompiler]] | None = None,
 ) -> Loaded:
     """Load the model and allocate the KV pool; runs on the runner's thread.
 
@@ -116,7 +117,8 @@ def load(
         config: The settings.
         folder: Of the checkpoint.
         times: Where the phases are marked.
-        grammars: What `load_grammars` brings on another thread; None: it is called here.
+        grammars: Begins `load_grammars` on another thread the first time, and returns what it
+            brings; None: it is called here.
 
     Raises:
         ConfigError: The KV pool cannot hold the context asked for.
@@ -125,6 +127,8 @@ def load(
     times = times or StartTimes()
     if config.gpus:
         return _load_on_gpu(config, folder, times, grammars)
+    if grammars is not None:
+        grammars()
     # torch comes with these, and is imported on this thread; see `pin_threads`.
     with collecting_nothing():
         from tailrace.engine.runner import Runner, kv_bytes_per_token  # noqa: PLC0415
@@ -182,17 +186,24 @@ def _load_on_gpu(
     config: EngineConfig,
     folder: Path,
     times: StartTimes,
-    grammars: Future[GrammarCompiler] | None,
+    grammars: Callable[[], Future[GrammarCompiler]] | None,
 ) -> Loaded:
-    # Triton is imported with these: a CPU build of torch has none.
-    with collecting_nothing():
-        from tailrace.engine.cuda_setup import load_runner  # noqa: PLC0415
-
+    # What compiles kernels imports as much as this process, and is to be ready for the first ones.
+    compiler = compile_process.begin_if_cold()
+    try:
+        # Triton is imported with these: a CPU build of torch has none.
+        with collecting_nothing():
+            from tailrace.engine.cuda_setup import load_runner  # noqa: PLC0415
+    except ImportError:
+        if compiler is not None:
+            compile_process.end(compiler)
+        raise
     times.mark("import")
-    runner, context, num_blocks, device = load_runner(config, folder, token_budget(config), times)
+    runner, context, num_blocks, device = load_runner(
+        config, folder, token_budget(config), times, compiler=compiler, meanwhile=grammars
+    )
     host = take_host_memory(config, runner, runner.unit_bytes, host_room)
     times.mark("memory")
-    compiler = _waited_for(grammars, folder, times)
     return Loaded(
         model=runner.model,
         runner=runner,
@@ -206,7 +217,7 @@ def _load_on_gpu(
         ),
         context_length=context,
         device=device,
-        grammars=compiler,
+        grammars=_waited_for(grammars, folder, times),
         prompts_apart=runner.prefill_weights != "same",
     )
 
@@ -223,6 +234,9 @@ def describe_kv(num_tokens: int, context: int, bytes_per_token: int) -> str:
 def load_grammars(folder: Path) -> GrammarCompiler:
     """Read the tokenizer for grammars; neither torch nor the model is needed.
 
+    Most of it holds the interpreter: beside an import it costs a start as much as after it, and
+    nothing while the start waits for other processes.
+
     Raises:
         ModelError: The folder's config.json cannot be used.
     """
@@ -233,9 +247,9 @@ def load_grammars(folder: Path) -> GrammarCompiler:
 
 
 def _waited_for(
-    grammars: Future[GrammarCompiler] | None, folder: Path, times: StartTimes
+    grammars: Callable[[], Future[GrammarCompiler]] | None, folder: Path, times: StartTimes
 ) -> GrammarCompiler:
-    compiler = load_grammars(folder) if grammars is None else grammars.result()
+    compiler = load_grammars(folder) if grammars is None else grammars().result()
     times.mark("tokenizer")
     return compiler
 

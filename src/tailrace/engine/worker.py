@@ -18,6 +18,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -363,7 +364,7 @@ def _build(
         mailbox.receive()
         mailbox.announce(ModelResolved(str(folder)))
         times.mark("checkpoint")
-        grammars = beside.submit(setup.load_grammars, folder)
+        grammars = cache(partial(beside.submit, setup.load_grammars, folder))  # once
         loading = executor.submit(setup.load, config, folder, times=times, grammars=grammars)
         loaded = loading.result()
     load_s = time.monotonic() - started_s

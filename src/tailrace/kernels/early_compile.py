@@ -14,22 +14,20 @@ work may not index by what a kernel writes, and must put back what it writes of 
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
-import sys
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from threading import get_ident
+from threading import Thread, get_ident
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import structlog
 from triton import knobs
+from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
+from tailrace.kernels import compile_process
 from tailrace.kernels.compile_order import CompileOrder, Launch, is_on_disk, order_of, settle_hashes
 from tailrace.kernels.compile_worker import MOST_ORDERS, Batch, Compiled
 
@@ -38,16 +36,13 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("tailrace.kernels")
 
-COMMAND = (sys.executable, "-m", "tailrace.kernels.compile_worker")
 LEAST_KERNELS = 4
 """Fewer are compiled sooner than a worker is ready."""
-MOST_WORKERS = 15
 PHASE = "kernels"
 """Of a start: what is compiled ahead."""
 TIMEOUT_S = 120.0
 """Of a batch."""
-_COLD_ENTRIES = 32
-"""In Triton's cache on disk; one that has fewer will lack most of a model's kernels."""
+_SENDING_S = 0.2
 
 
 @dataclass
@@ -67,6 +62,7 @@ def collecting() -> Iterator[Collected]:
     Those it has are not launched either. Other threads launch as ever.
     """
     found, owner = Collected(), get_ident()
+    seen: set[tuple[int, int, str]] = set()  # every layer and every frame wants the same
     run, compile_ = JITFunction.run, JITFunction._do_compile  # noqa: SLF001 - no hook has it all
 
     def note(  # noqa: PLR0917 - as Triton calls it
@@ -81,6 +77,9 @@ def collecting() -> Iterator[Collected]:
     ) -> Any:
         if get_ident() != owner:
             return compile_(self, key, signature, device, constants, options, attributes, warmup)
+        if (launched := (id(self), device, key)) in seen:
+            return None
+        seen.add(launched)
         launch = Launch(device, signature, constants, attributes, options.__dict__)
         try:
             order = order_of(self, launch)
@@ -106,25 +105,30 @@ class EarlyCompile:
 
     Args:
         command: Of a worker.
+        begun: A worker that has been begun already, which is this object's from now on.
         cores: To compile on; None: the process's.
         timeout_s: After which a batch is given up.
         mark: Is told what the time since the last mark was spent on (engine/start_times.py).
+        meanwhile: Called whenever this process waits for others.
     """
 
     def __init__(
         self,
-        command: Sequence[str] = COMMAND,
+        command: Sequence[str] = compile_process.COMMAND,
         *,
+        begun: subprocess.Popen[bytes] | None = None,
         cores: Sequence[int] | None = None,
         timeout_s: float = TIMEOUT_S,
         mark: Callable[[str], None] = lambda _: None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> None:
-        # By the process's id those of the main thread: others may be bound to one.
-        self._cores = sorted(os.sched_getaffinity(os.getpid())) if cores is None else [*cores]
+        self._cores = compile_process.own_cores() if cores is None else [*cores]
         self._command = [*command]
         self._timeout_s = timeout_s
         self._mark = mark
-        self._waiting: subprocess.Popen[bytes] | None = None
+        self._meanwhile = meanwhile
+        self._waiting = begun
+        self._hashing: Thread | None = None
         self._listener: Any = None
         """Triton's, before this object's."""
         self._compiled_here: list[tuple[str, float]] = []
@@ -157,15 +161,18 @@ class EarlyCompile:
     @property
     def most_workers(self) -> int:
         """At once; one core is this process's own."""
-        return min(len(self._cores) - 1, MOST_WORKERS)
+        return compile_process.most_workers(self._cores)
 
     def expect(self) -> None:
         """Start a worker if there will be work for it, so that it has imported all by then.
 
-        Called before any kernel is compiled: the keys in the cache are to be the worker's.
+        Called before any kernel is compiled: the keys in the cache are to be the worker's. Triton's
+        own part of every key, over 400 MB of its files, is hashed on a thread meanwhile.
         """
         settle_hashes()
-        if self.most_workers > 1 and _cache_is_cold():
+        self._hashing = Thread(target=triton_key, name="triton-key", daemon=True)
+        self._hashing.start()
+        if self.most_workers > 1 and compile_process.cache_is_cold():
             self._waiting = self._waiting or self._start()
 
     def before(self, work: Callable[[], object], *, since: str) -> None:
@@ -180,6 +187,8 @@ class EarlyCompile:
         """
         self._mark(since)
         begun_s = time.monotonic()
+        if self._hashing is not None:
+            self._hashing.join()  # Triton would not wait for it, but hash all over again
         with collecting() as found:
             work()
         self._compile(found, begun_s)
@@ -189,7 +198,7 @@ class EarlyCompile:
         """End the worker that waits, if one does."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
-            _end(waiting)
+            compile_process.end(waiting)
 
     def _compile(self, found: Collected, begun_s: float) -> None:
         missing = [order for order in found.orders.values() if not is_on_disk(order)]
@@ -232,48 +241,33 @@ class EarlyCompile:
         lines = [msgspec.json.encode(line) for line in (Batch(workers), *orders)]
         why, output = "", b""
         try:
-            output, _ = worker.communicate(b"\n".join(lines), timeout=self._timeout_s)
+            output = self._answered(worker, b"\n".join(lines))
         except subprocess.TimeoutExpired as late:
             output, why = late.stdout or b"", f"no end after {self._timeout_s:g} s"
         finally:
-            _end(worker)
+            compile_process.end(worker)
         answers = _answers(output, len(orders))
         if not why and len(answers) < len(orders):
             why = f"a worker died (status {worker.returncode})"
         return answers, why
 
+    def _answered(self, worker: subprocess.Popen[bytes], lines: bytes) -> bytes:
+        """Send lines and return all that comes back.
+
+        Raises:
+            subprocess.TimeoutExpired: It takes too long.
+        """
+        if self._meanwhile is not None:
+            # What begins now may hold the interpreter, so the orders have to be on their way.
+            with suppress(subprocess.TimeoutExpired):
+                return worker.communicate(lines, timeout=_SENDING_S)[0]
+            self._meanwhile()
+            return worker.communicate(timeout=self._timeout_s)[0]
+        return worker.communicate(lines, timeout=self._timeout_s)[0]
+
     def _start(self) -> subprocess.Popen[bytes] | None:
-        """Start a worker on all cores, of which this thread may have one; None: it cannot be."""
-        own = os.sched_getaffinity(0)
-        try:
-            os.sched_setaffinity(0, self._cores)
-            return subprocess.Popen(  # noqa: S603 - this package's own module
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=_environment(),
-                start_new_session=True,  # so that it ends with all that it has forked
-            )
-        except OSError as error:
-            log.warning("no_compile_worker", reason=str(error))
-        finally:
-            os.sched_setaffinity(0, own)
-        return None
-
-
-def _environment() -> dict[str, str]:
-    """Return a worker's: without a GPU to take memory of, and bound to no core by OpenMP."""
-    kept = {name: value for name, value in os.environ.items() if name != "GOMP_CPU_AFFINITY"}
-    return {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_PROC_BIND": "false", "OMP_NUM_THREADS": "1"}
-
-
-def _cache_is_cold() -> bool:
-    """Whether Triton's cache on disk has next to nothing."""
-    folder = Path(knobs.cache.dir)
-    if not folder.is_dir():
-        return True
-    with os.scandir(folder) as entries:
-        return sum(1 for _, _ in zip(range(_COLD_ENTRIES), entries, strict=False)) < _COLD_ENTRIES
+        """Start a worker; None: it cannot be."""
+        return compile_process.begin(self._command, self._cores)
 
 
 def _answers(output: bytes, count: int) -> list[Compiled]:
@@ -287,15 +281,3 @@ def _answers(output: bytes, count: int) -> list[Compiled]:
         if 0 <= answer.index < count:
             found[answer.index] = answer
     return [*found.values()]
-
-
-def _end(worker: subprocess.Popen[bytes]) -> None:
-    """End a worker and what it has forked, and forget its pipes."""
-    status = worker.poll()
-    if status is None or status < 0:  # else it has waited for all that it forked
-        with suppress(ProcessLookupError):
-            os.killpg(worker.pid, signal.SIGKILL)
-    worker.wait()
-    for pipe in (worker.stdin, worker.stdout):
-        if pipe is not None:
-            pipe.close()

@@ -1,0 +1,66 @@
+"""Whether a start will compile is known before Triton is imported, and as Triton has it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tailrace.kernels import compile_process
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """Return the commands of processes that are begun, none of which is."""
+    commands = []
+    monkeypatch.setattr(compile_process, "own_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(compile_process, "begin", lambda command, _: commands.append(command))
+    return commands
+
+
+def test_neither_torch_nor_triton_is_imported_to_begin_one():
+    script = (
+        "import sys, tailrace.kernels.compile_process\n"
+        "sys.exit(bool({'torch', 'triton', 'numpy'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"TRITON_CACHE_DIR": "/somewhere/else"},
+        {"TRITON_HOME": "/elsewhere"},
+        {"TRITON_HOME": "/elsewhere", "TRITON_CACHE_DIR": "/somewhere"},
+    ],
+    ids=["home", "named", "home-named", "both"],
+)
+def test_the_cache_is_where_triton_has_it(environment, monkeypatch):
+    knobs = pytest.importorskip("triton.knobs", reason="Triton is not installed")
+    for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert compile_process.cache_folder() == Path(knobs.cache.dir)
+
+
+def test_one_is_begun_where_the_cache_is_next_to_empty(begun, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "none-yet"))
+    compile_process.begin_if_cold()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compile_process.begin_if_cold()
+    assert begun == [compile_process.COMMAND] * 2
+    for number in range(40):
+        (tmp_path / str(number)).touch()
+    compile_process.begin_if_cold()
+    assert len(begun) == 2
+
+
+def test_none_is_begun_where_a_core_is_missing_for_it(begun, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_process, "own_cores", lambda: [0, 1])
+    compile_process.begin_if_cold()
+    assert not begun
