@@ -106,10 +106,28 @@ def work() -> int:
             grammars=None,
         )
 
+    stamps = os.environ.get("FRONT_END_STAMPS")
+    if stamps:
+        stamp_messages(worker.Mailbox, Path(stamps))
     setup.load = load
     setup.pin_threads = lambda _: None
     setup.token_budget = lambda _: 8192
     return worker.main()
+
+
+def stamp_messages(mailbox: type, path: Path) -> None:
+    """Keep when each step's message was sent, monotonic seconds: see bursts.py."""
+    from tailrace.types import EngineOutputs
+
+    file = path.open("w", buffering=1)
+    send = mailbox._send  # noqa: SLF001 -- where a message leaves
+
+    def stamped(self: object, identity: bytes, message: object) -> None:
+        if isinstance(message, EngineOutputs) and message.outputs:
+            file.write(f"{time.monotonic():.6f}\n")
+        send(self, identity, message)
+
+    mailbox._send = stamped  # noqa: SLF001
 
 
 async def measure(arguments: argparse.Namespace) -> None:
