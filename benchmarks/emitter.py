@@ -111,6 +111,7 @@ class Equal:
     write_pending: Callable[[], None]
     priority = 0
     has_begun = False
+    turn: int = 0
 
 
 class Paced(MockEngine):

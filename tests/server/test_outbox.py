@@ -12,6 +12,7 @@ class Stream:
     written: list
     priority: int = 0
     has_begun: bool = False
+    turn: int = 0
 
     def write_pending(self):
         self.written.append(self.name)

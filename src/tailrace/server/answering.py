@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import structlog
@@ -154,7 +155,7 @@ async def _stream(
         channel=Channel(request.is_free, request.write_now),
     )
     feed = _Feed(generation, emitter, every_token=form.every_token)
-    generation.listen(lambda: services.outbox.add(feed))
+    generation.listen(partial(services.outbox.add, feed))
     async with (
         _running(request.disconnected()) as gone,
         _running(_write(request, generation, form, emitter, feed)) as writer,
@@ -181,6 +182,7 @@ class _Feed:
     def __init__(self, generation: Generation, emitter: Emitter, *, every_token: bool) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.priority = generation.priority
+        self.turn = 0
         self._generation = generation
         self._emitter = emitter
         self._every_token = every_token

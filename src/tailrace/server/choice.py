@@ -67,6 +67,7 @@ class Choice:
         self.is_finished = False
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=rules.skip_special_tokens)
         self._stops = StopStrings(rules.stops, include_stop=rules.include_stop)
+        self._watches_stops = bool(rules.stops)
         self._stop_token_ids = frozenset(stop_token_ids)
         self._free_tokens = min_tokens if rules.stops else 0
         """Tokens to come whose text is free of stops."""
@@ -94,6 +95,9 @@ class Choice:
         spoken = output.token_ids
         if spoken and output.stop_token_id is not None:
             spoken = spoken[:-1]
+        if not self._watches_stops:
+            text = self._detokenizer.push(spoken)
+            return text + self._detokenizer.finish() if is_last else text
         text = ""
         if self._free_tokens:
             free, spoken = spoken[: self._free_tokens], spoken[self._free_tokens :]

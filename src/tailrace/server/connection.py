@@ -4,8 +4,9 @@ A deadline and a bound for request heads: uvicorn closes idle connections betwee
 not one whose request head never completes, and it bounds a head by memory alone.
 An end for clients that do not take an answer: uvicorn closes such a connection, but a close waits
 for what is still to be written, for ever.
-A way to drop a connection, to know whether it takes bytes now, when a request's first byte came,
-and when the kernel has its answer's last: see http.py.
+A way to drop a connection, to know whether it takes bytes now, to write a stream's part without a
+coroutine, to know when a request's first byte came, and when the kernel has its answer's last: see
+http.py.
 Bodies beside an offer to upgrade, which Java's HttpClient and `curl --http2` make with every
 request: httptools passes over such a body and would take it for the next request.
 An end for every request of a connection that is lost: uvicorn tells only the latest of those that
@@ -31,6 +32,7 @@ from tailrace.server.http import (
     DROP_EXTENSION,
     FREE_EXTENSION,
     LEFT_EXTENSION,
+    PART_EXTENSION,
 )
 
 if TYPE_CHECKING:
@@ -106,6 +108,7 @@ class Connection(HttpToolsProtocol):
         self._extensions: dict[str, dict[object, object]] = {
             DROP_EXTENSION: {"call": transport.abort},
             FREE_EXTENSION: {"call": self._is_free},
+            PART_EXTENSION: {"call": self._write_part},
             DRAINED_EXTENSION: {"call": self._when_drained},
             LEFT_EXTENSION: {"call": self._when_left},
         }
@@ -372,6 +375,21 @@ class Connection(HttpToolsProtocol):
 
     def _is_free(self) -> bool:
         return not self.flow.write_paused
+
+    def _write_part(self, data: bytes) -> bool:
+        """Write a chunk as uvicorn's `send` does, where that would do nothing else."""
+        cycle = self._running
+        if (
+            cycle is None
+            or not cycle.chunked_encoding  # not begun, or without chunks
+            or cycle.response_complete
+            or cycle.disconnected
+            or self.flow.write_paused
+            or not data  # which would be the last chunk
+        ):
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete

@@ -108,7 +108,7 @@ class Emitter:
             self._wakeup.set()
             return
         data = self._take()
-        if data:
+        if data:  # a piece need not be an event
             self._channel.write_now(data)
             self.sent_bytes += len(data)
 
@@ -137,11 +137,13 @@ class Emitter:
         self._pending_bytes = 0
         if not self._is_complete:
             self._wakeup.clear()
+        if len(pieces) == 1 and not self._opening:
+            return self._render(pieces[0])
         opening, self._opening = self._opening, b""
         return opening + b"".join([self._render(piece) for piece in pieces])
 
     async def _write(self, data: bytes) -> None:
-        if not data:  # a piece need not be an event
+        if not data:
             return
         self._is_sending = True
         try:
@@ -152,5 +154,9 @@ class Emitter:
 
 
 def _cost(piece: Piece) -> int:
+    text = piece.text
+    text_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
+    if not piece.logprobs:
+        return text_bytes
     scores = sum(1 + len(score.top_ids) for score in piece.logprobs)
-    return len(piece.text.encode("utf-8", "replace")) + _SCORE_BYTES * scores
+    return text_bytes + _SCORE_BYTES * scores

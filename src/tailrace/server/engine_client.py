@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,32 +36,36 @@ class OutputQueue:
     """
 
     def __init__(self) -> None:
-        self._outputs: asyncio.Queue[TokenOutput] = asyncio.Queue()
+        self._outputs: deque[TokenOutput] = deque()
+        self._has_come = asyncio.Event()
         self._listener: Callable[[], None] | None = None
 
     def put_nowait(self, output: TokenOutput) -> None:
         """Take an output."""
-        self._outputs.put_nowait(output)
-        if self._listener is not None:
+        self._outputs.append(output)
+        if self._listener is None:
+            self._has_come.set()
+        else:
             self._listener()
 
     async def get(self) -> TokenOutput:
         """Return the next output; asking on after the last is an error."""
-        return await self._outputs.get()
+        while not self._outputs:
+            self._has_come.clear()
+            await self._has_come.wait()
+        return self._outputs.popleft()
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing waits to be asked for."""
-        return self._outputs.empty()
-
-    def get_nowait(self) -> TokenOutput:
-        """Return the next output, which is there: see `is_empty`."""
-        return self._outputs.get_nowait()
+    def take(self) -> TokenOutput | None:
+        """Return the next output; None where none is there."""
+        return self._outputs.popleft() if self._outputs else None
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """From now on call `listener`, which must not raise, whenever an output has come."""
+        """From now on call `listener`, which must not raise, whenever an output has come.
+
+        Nobody may wait in `get` then.
+        """
         self._listener = listener
-        if not self.is_empty:
+        if self._outputs:
             listener()
 
 

@@ -212,8 +212,8 @@ class Generation:
                 `pieces` raises, or what `on_piece` raised.
         """
         for member in self._members:
-            while not member.queue.is_empty:
-                self._heard(member, on_piece, on_end, member.queue.get_nowait())
+            while (output := member.queue.take()) is not None:
+                self._heard(member, on_piece, on_end, output)
 
     def usage(self) -> Usage:
         """Return what the request cost so far."""
@@ -413,7 +413,7 @@ class Generation:
         except Exception as error:  # noqa: BLE001 -- the caller serves the other requests too
             on_end(error)
             return
-        if all(m.choice.is_finished for m in self._members):
+        if member.choice.is_finished and all(m.choice.is_finished for m in self._members):
             on_end(None)
 
     def _take(self, member: _Member, output: TokenOutput) -> Piece:

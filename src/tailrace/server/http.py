@@ -32,6 +32,10 @@ DROP_EXTENSION = "tailrace.drop"
 FREE_EXTENSION = "tailrace.free"
 """In the scope's extensions; its "call" says whether a send would be done at once."""
 
+PART_EXTENSION = "tailrace.part"
+"""In the scope's extensions; its "call" writes a part of a stream that has begun and whose client
+is not behind. It says whether it did: otherwise the part is to be sent as usual."""
+
 ARRIVAL_EXTENSION = "tailrace.arrival"
 """In the scope's extensions; its "at_s" is when the request's first byte came, monotonic."""
 
@@ -64,6 +68,7 @@ class Request:
         failure: Why it is not answered as it wished.
         holder: Whose key it brought; None: one without a name, or none.
         was_left: Whether the client's end has ended the work on it.
+        is_free: Says whether `write_now` may be called: the client is not behind.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, config: ServerConfig) -> None:
@@ -86,7 +91,10 @@ class Request:
             self._extra_headers.append((b"request-id", header_id))
         extensions = scope.get("extensions", {})
         self._drop: Callable[[], None] | None = extensions.get(DROP_EXTENSION, {}).get("call")
-        self._is_free: Callable[[], bool] = extensions.get(FREE_EXTENSION, {}).get("call", _never)
+        self.is_free: Callable[[], bool] = extensions.get(FREE_EXTENSION, {}).get("call", _never)
+        self._write_part: Callable[[bytes], bool] = extensions.get(PART_EXTENSION, {}).get(
+            "call", _unwritten
+        )
         self._when_drained: Callable[[Callable[[float], None]], None] = extensions.get(
             DRAINED_EXTENSION, {}
         ).get("call", _at_once)
@@ -224,10 +232,6 @@ class Request:
         """Send a part of a stream; blocks while the client is behind."""
         await self._send_part({"type": "http.response.body", "body": data, "more_body": True})
 
-    def is_free(self) -> bool:
-        """Whether `write_now` may be called: the client is not behind."""
-        return self._is_free()
-
     def write_now(self, data: bytes) -> None:
         """Send a part of a stream, its head first where need be, without a task of its own.
 
@@ -236,7 +240,10 @@ class Request:
         """
         if not self.is_answered:
             _run_now(self.start_stream())
-        _run_now(self.write(data))
+        if self._write_part(data):
+            self.timeline.part_written()
+        else:
+            _run_now(self.write(data))
 
     async def finish(self, data: bytes = b"") -> None:
         """Send a stream's last part."""
@@ -299,6 +306,11 @@ Handler = Callable[["Services", Request], Awaitable[None]]
 
 
 def _never() -> bool:
+    return False
+
+
+def _unwritten(_data: bytes) -> bool:
+    """Of a server that has no shorter way than `send`."""
     return False
 
 

@@ -5,6 +5,11 @@ found in its message, but in this order: priority class, then first tokens befor
 arrival. What has been read from the engine together is sorted together: the queue is served when
 the loop has dealt with all of it, without a task switch for each stream.
 
+Of equals that came together, who was written longest ago is first. So a stream has the same place
+step after step, and its client sees the engine's own pace: the gap of one that went from the first
+place of a burst to the last would be longer by all of the burst. Whoever is new has its first token
+written before the others', and stays where that has put it.
+
     add, add, add ... | round: a few streams | sockets, the engine's next message | round ...
 
 Where more is waiting than a round writes, the loop looks for news in between, and what has come and
@@ -31,6 +36,9 @@ class Outlet(Protocol):
         """Smaller is earlier."""
         ...
 
+    turn: int
+    """The outbox's own: which turn of all was its latest; 0 before the first."""
+
     @property
     def has_begun(self) -> bool:
         """Whether anything of it was written before."""
@@ -50,10 +58,13 @@ class Outbox:
 
     def __init__(self, streams_per_round: int = STREAMS_PER_ROUND) -> None:
         self._streams_per_round = streams_per_round
-        self._heap: list[tuple[int, bool, int, Outlet]] = []
+        self._heap: list[tuple[int, bool, int, int, int, Outlet]] = []
         self._waiting: set[int] = set()
         """By identity: an outlet need not be hashable, and lives as long as it is in the heap."""
         self._arrivals = itertools.count()
+        self._round_number = 0
+        """Of the next one: what comes before it came together."""
+        self._turns = 0
         self._is_due = False
 
     @property
@@ -69,20 +80,23 @@ class Outbox:
         if id(outlet) in self._waiting:
             return
         self._waiting.add(id(outlet))
-        entry = (outlet.priority, outlet.has_begun, next(self._arrivals), outlet)
-        heapq.heappush(self._heap, entry)
-        self._plan_round()
+        equals = (self._round_number, outlet.turn, next(self._arrivals))
+        heapq.heappush(self._heap, (outlet.priority, outlet.has_begun, *equals, outlet))
+        if not self._is_due:
+            self._plan_round()
 
     def _plan_round(self) -> None:
-        if not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self._round)
+        self._is_due = True
+        asyncio.get_running_loop().call_soon(self._round)
 
     def _round(self) -> None:
         self._is_due = False
+        self._round_number += 1
         for _ in range(min(self._streams_per_round, len(self._heap))):
-            outlet = heapq.heappop(self._heap)[3]
+            outlet = heapq.heappop(self._heap)[-1]
             self._waiting.discard(id(outlet))
+            self._turns += 1
+            outlet.turn = self._turns
             outlet.write_pending()
-        if self._heap:
+        if self._heap and not self._is_due:
             self._plan_round()

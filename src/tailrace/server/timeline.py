@@ -81,6 +81,11 @@ class Timeline:
         if began_s is not None and now_s - began_s > LEAST_BLOCK_S:
             self._blocked.append((began_s, now_s))
 
+    def part_written(self) -> None:
+        """Say that a part of the answer was given to the socket, which took it at once."""
+        self.written_s = self._clock()
+        self.begun_s = self.begun_s or self.written_s
+
     def token_came(self) -> None:
         """Forget how sends waited so far: the engine was still at work meanwhile."""
         self._blocked.clear()

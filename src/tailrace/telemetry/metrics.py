@@ -13,6 +13,8 @@ ends that have died included.
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
+from collections import Counter as Tally
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -53,6 +55,8 @@ GAP_BUCKETS_S = (
     *(0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1),
     *(0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
 )
+GAPS_TOGETHER = 256
+"""Gaps between tokens that are counted at once: one by one they cost as much as their texts."""
 TOKEN_BUCKETS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 
 
@@ -99,9 +103,15 @@ class Metrics:
         self._tpot = self._histogram(
             "request_time_per_output_token_seconds", "Decode time over tokens", GAP_BUCKETS_S
         )
-        self._gap = self._histogram(
-            "inter_token_latency_seconds", "Between two outputs of one sequence", GAP_BUCKETS_S
+        self._gap = _GapHistogram(
+            f"{PREFIX}inter_token_latency_seconds",
+            "Between two outputs of one sequence",
+            buckets=GAP_BUCKETS_S,
+            registry=self._registry,
         )
+        self._gaps_s: list[float] = []
+        # What is in the shared folder is all that others see, and all that a death leaves.
+        self._most_gaps = 1 if self._shared_folder else GAPS_TOGETHER
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens", TOKEN_BUCKETS)
         self._output = self._histogram(
             "request_generation_tokens", "Generated tokens", TOKEN_BUCKETS
@@ -186,7 +196,13 @@ class Metrics:
 
     def observe_token_gap(self, seconds: float) -> None:
         """Count the time between two outputs of one sequence."""
-        self._gap.observe(seconds)
+        self._gaps_s.append(seconds)
+        if len(self._gaps_s) >= self._most_gaps:
+            self._count_gaps()
+
+    def _count_gaps(self) -> None:
+        gaps_s, self._gaps_s = self._gaps_s, []
+        self._gap.observe_all(gaps_s)
 
     def render(
         self,
@@ -199,6 +215,7 @@ class Metrics:
     ) -> bytes:
         """Return the text format: the families above, and the engine as it was last reported."""
         self.note_dropped(dropped_records)
+        self._count_gaps()
         snapshot = CollectorRegistry()
         gpus = self._gpus.read()
         snapshot.register(_Snapshot(stats, restarts, frontend_restarts, pids or {}, gpus))
@@ -216,6 +233,18 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"{PREFIX}{name}", text, buckets=buckets, registry=self._registry)
+
+
+class _GapHistogram(Histogram):
+    """A histogram that takes many values at once; it has no labels."""
+
+    def observe_all(self, amounts: Sequence[float]) -> None:
+        """Count all of them, as `observe` counts one."""
+        if not amounts:
+            return
+        self._sum.inc(sum(amounts))
+        for bucket, count in Tally(bisect_left(self._upper_bounds, a) for a in amounts).items():
+            self._buckets[bucket].inc(count)
 
 
 class _Snapshot:

@@ -20,15 +20,15 @@ exactly, and say a character only once no later token can change it.
 
 from __future__ import annotations
 
-import codecs
 import re
 from dataclasses import dataclass
+from encodings.utf_8 import IncrementalDecoder
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tailrace.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
 REPLACEMENT = "\ufffd"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -37,7 +37,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class TextStream(Protocol):
     """One text in the making."""
 
-    def push(self, tokens: Iterable[str]) -> str:
+    def push(self, tokens: Sequence[str]) -> str:
         """Take token strings; return the text that became certain."""
         ...
 
@@ -72,12 +72,32 @@ BYTE_SYMBOLS = _bytes_by_symbol()
 class ByteLevel:
     """Rule 1."""
 
+    def __init__(self) -> None:
+        self._texts: dict[str, str | None] = {}
+
     def token_bytes(self, token: str) -> bytes:
         """Return the token's bytes."""
         try:
             return bytes([BYTE_SYMBOLS[symbol] for symbol in token])
         except KeyError:
             return token.encode()
+
+    def token_text(self, token: str) -> str | None:
+        """Return the token's text where it is whole characters, which most are; else None.
+
+        Args:
+            token: Of the vocabulary: what is found is kept.
+        """
+        try:
+            return self._texts[token]
+        except KeyError:
+            pass
+        try:
+            text = self.token_bytes(token).decode()
+        except UnicodeDecodeError:
+            text = None
+        self._texts[token] = text
+        return text
 
     def stream(self) -> TextStream:
         """Return a fresh stream."""
@@ -87,9 +107,14 @@ class ByteLevel:
 class _ByteLevelStream:
     def __init__(self, decoding: ByteLevel) -> None:
         self._token_bytes = decoding.token_bytes
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._token_text = decoding.token_text
+        self._utf8 = IncrementalDecoder("replace")
 
-    def push(self, tokens: Iterable[str]) -> str:
+    def push(self, tokens: Sequence[str]) -> str:
+        if len(tokens) == 1 and not self._utf8.buffer:
+            text = self._token_text(tokens[0])
+            if text is not None:  # the decoder would say the same, and hold nothing
+                return text
         return self._utf8.decode(b"".join(map(self._token_bytes, tokens)))
 
     def finish(self) -> str:
@@ -135,7 +160,7 @@ class _PieceStream:
         self._is_first = True
         self._strip_left = rules.strip_left
 
-    def push(self, tokens: Iterable[str]) -> str:
+    def push(self, tokens: Sequence[str]) -> str:
         return self._strip("".join([self._push_one(token) for token in tokens]))
 
     def finish(self) -> str:

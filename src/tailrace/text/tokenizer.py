@@ -69,6 +69,7 @@ class Tokenizer:
         self._control_ids = {control: i for control, i in ids if i is not None}
         self._control_pattern = _alternation(self._control_ids)
         self._special_pattern = _alternation(self._special_tokens)
+        self._strings: dict[int, str] = {}
         self._token_bytes: dict[int, bytes] = {}
         self._cuts = find_cuts(spec, added)
         self._plain_cuts = find_cuts(spec, [a for a in added if not is_control(a)])
@@ -189,10 +190,22 @@ class Tokenizer:
 
     def token_strings(self, ids: Iterable[int], *, skip_special_tokens: bool) -> list[str]:
         """Return the vocabulary's entries of `ids`, without unknown ids, as decoding sees them."""
-        tokens = [token for i in ids if (token := self._full.id_to_token(i)) is not None]
-        if skip_special_tokens:
-            return [token for token in tokens if token not in self._special_tokens]
+        tokens = []
+        for token_id in ids:
+            token = self._strings.get(token_id)
+            if token is None:
+                token = self._string(token_id)
+            if token is None or (skip_special_tokens and token in self._special_tokens):
+                continue
+            tokens.append(token)
         return tokens
+
+    def _string(self, token_id: int) -> str | None:
+        """Return an entry of the vocabulary, and keep it; None for an unknown id."""
+        token: str | None = self._full.id_to_token(token_id)
+        if token is not None:
+            self._strings[token_id] = token
+        return token
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that the token adds in the middle of a text; b"" for an unknown id."""
