@@ -1,4 +1,4 @@
-"""How a step's tokens reach their clients: when the first, when the last, and how steady each one's place is.
+"""How a step's tokens reach their clients: when the last does, and how steady places are.
 
     python benchmarks/bursts.py --streams 128 --step-ms 25 --rounds 4
     python benchmarks/bursts.py --against /tmp/before/src      two trees of sources, in turns
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -123,9 +124,7 @@ def measure(options: argparse.Namespace, process: subprocess.Popen, port: int, s
     clients.close()
     sent = [float(line) for line in stamps.read_text().split()]
     run = evaluate([s for s in sent if s >= began_s - 1.0], chunks, began_s)
-    run.user_s, run.system_s = (
-        (b - a) / len(chunks) for a, b in zip(before, after, strict=True)
-    )
+    run.user_s, run.system_s = ((b - a) / len(chunks) for a, b in zip(before, after, strict=True))
     return run
 
 
@@ -138,7 +137,7 @@ def evaluate(sent: list[float], chunks: list[tuple[float, int, int]], began_s: f
         began_s: Messages before are not looked at.
     """
     run = Run()
-    run.steps = [b - a for a, b in zip(sent, sent[1:], strict=False) if a >= began_s]
+    run.steps = [b - a for a, b in itertools.pairwise(sent) if a >= began_s]
     previous: dict[tuple[int, int], tuple[float, float]] = {}
     last: dict[int, float] = {}
     for read_s, stream, number in chunks:

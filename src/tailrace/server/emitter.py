@@ -72,7 +72,7 @@ class Emitter:
 
     @property
     def pending_bytes(self) -> int:
-        """What waits, by its estimated cost."""
+        """What waits for a client that is behind, by its estimated cost."""
         return self._pending_bytes
 
     @property
@@ -85,8 +85,10 @@ class Emitter:
 
         Pieces for a channel want a `write_pending` after them.
         """
-        is_direct = self._is_direct()
-        is_behind = self._is_sending or (self._channel is not None and not is_direct)
+        if self._is_direct():
+            self._pending.append(piece)  # until the turn's end
+            return True
+        is_behind = self._is_sending or self._channel is not None
         waiting = self._last_of.get(piece.index) if is_behind else None
         self._pending_bytes += _cost(piece) + (0 if waiting else _EVENT_BYTES)
         if is_behind and self._pending_bytes > self._limit_bytes:
@@ -96,8 +98,7 @@ class Emitter:
         else:
             self._pending.append(piece)
             self._last_of[piece.index] = piece
-        if not is_direct:
-            self._wakeup.set()
+        self._wakeup.set()
         return True
 
     def write_pending(self) -> None:
@@ -135,8 +136,6 @@ class Emitter:
         pieces, self._pending = self._pending, []
         self._last_of.clear()
         self._pending_bytes = 0
-        if not self._is_complete:
-            self._wakeup.clear()
         if len(pieces) == 1 and not self._opening:
             return self._render(pieces[0])
         opening, self._opening = self._opening, b""

@@ -213,7 +213,17 @@ class Generation:
         """
         for member in self._members:
             while (output := member.queue.take()) is not None:
-                self._heard(member, on_piece, on_end, output)
+                if member.choice.is_finished or self._is_closed:
+                    continue
+                try:
+                    piece = self._take(member, output)
+                    on_piece(piece)
+                except Exception as error:  # noqa: BLE001 -- the caller serves other requests too
+                    on_end(error)
+                    continue
+                is_end = piece.finish_reason is not None
+                if is_end and all(m.choice.is_finished for m in self._members):
+                    on_end(None)
 
     def usage(self) -> Usage:
         """Return what the request cost so far."""
@@ -398,23 +408,6 @@ class Generation:
         finally:
             for task in tasks:
                 task.cancel()
-
-    def _heard(
-        self,
-        member: _Member,
-        on_piece: Callable[[Piece], None],
-        on_end: Callable[[Exception | None], None],
-        output: TokenOutput,
-    ) -> None:
-        if member.choice.is_finished or self._is_closed:
-            return
-        try:
-            on_piece(self._take(member, output))
-        except Exception as error:  # noqa: BLE001 -- the caller serves the other requests too
-            on_end(error)
-            return
-        if member.choice.is_finished and all(m.choice.is_finished for m in self._members):
-            on_end(None)
 
     def _take(self, member: _Member, output: TokenOutput) -> Piece:
         if output.predicted_ttft_s is not None:

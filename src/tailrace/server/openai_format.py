@@ -80,7 +80,7 @@ class OpenAIFormat:
     _made: dict[int, int] = field(default_factory=dict)
     """Tokens of each choice so far, where its chunks tell."""
     _frames: dict[int, TextFrame] = field(default_factory=dict)
-    """Of each choice, for the chunks that say a text and no more."""
+    """Of each choice that has begun, where chunks say their text and no more."""
 
     def __post_init__(self) -> None:
         self._tells_more = self.wants_logprobs or self.wants_token_ids or self.counts_usage
@@ -173,8 +173,11 @@ class CompletionFormat(OpenAIFormat):
 
     def event(self, piece: Piece) -> bytes:
         """Return a piece as one event, or two where the prompt is echoed first."""
-        if self._says_text_alone(piece):
-            return self._text_event(piece.index, piece.text)
+        frame = self._frames.get(piece.index)
+        if frame is not None and piece.finish_reason is None:
+            return frame.around(piece.text)
+        if not self._tells_more:
+            self._frames[piece.index] = self._text_frame(piece.index)
         is_first = self.begins(piece.index)
         choices = [self._echo(piece)] if is_first and self.echo else []
         # After the prompt, where the text that their offsets count begins.
@@ -185,17 +188,10 @@ class CompletionFormat(OpenAIFormat):
         chunks.append(self.chunk(self.kind, choices[-1], len(piece.token_ids)))
         return b"".join(map(event, chunks))
 
-    def _says_text_alone(self, piece: Piece) -> bool:
-        if self._tells_more or piece.finish_reason is not None:
-            return False
-        return not self.echo or piece.index in self._begun
-
-    def _text_event(self, index: int, text: str) -> bytes:
-        if index not in self._frames:
-            self._frames[index] = TextFrame(
-                lambda text: event(self.chunk(self.kind, CompletionChoice(index=index, text=text)))
-            )
-        return self._frames[index].around(text)
+    def _text_frame(self, index: int) -> TextFrame:
+        return TextFrame(
+            lambda text: event(self.chunk(self.kind, CompletionChoice(index=index, text=text)))
+        )
 
     def closing(self, generation: Generation) -> bytes:
         """Return what follows every piece."""
@@ -271,8 +267,11 @@ class ChatFormat(OpenAIFormat):
     def event(self, piece: Piece) -> bytes:
         """Return a piece as an event."""
         is_token = piece.finish_reason is None  # without text too, as from other engines
-        if is_token and self.job.tools is None and not self._tells_more:
-            return self._text_event(piece.index, piece.text)
+        frame = self._frames.get(piece.index)
+        if frame is not None and is_token:
+            return frame.around(piece.text)
+        if self.job.tools is None and not self._tells_more:
+            self._frames[piece.index] = self._text_frame(piece.index)
         delta = ChatDelta(content=piece.text) if piece.text or is_token else ChatDelta()
         calls = None
         if self.job.tools is not None:
@@ -292,17 +291,12 @@ class ChatFormat(OpenAIFormat):
         )
         return event(self.chunk(self.chunk_kind, choice, len(piece.token_ids)))
 
-    def _text_event(self, index: int, text: str) -> bytes:
-        if index not in self._frames:
-            self._frames[index] = TextFrame(
-                lambda text: event(
-                    self.chunk(
-                        self.chunk_kind,
-                        ChatChunkChoice(index=index, delta=ChatDelta(content=text)),
-                    )
-                )
-            )
-        return self._frames[index].around(text)
+    def _text_frame(self, index: int) -> TextFrame:
+        def said(text: str) -> bytes:
+            choice = ChatChunkChoice(index=index, delta=ChatDelta(content=text))
+            return event(self.chunk(self.chunk_kind, choice))
+
+        return TextFrame(said)
 
     def closing(self, generation: Generation) -> bytes:
         """Return what follows every piece."""

@@ -1,4 +1,4 @@
-"""An event of a stream that is like the one before it but for its text: the rest is encoded once."""
+"""An event of a stream that differs from the last by its text alone: the rest is encoded once."""
 
 from __future__ import annotations
 
