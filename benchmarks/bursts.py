@@ -5,14 +5,14 @@
 
 The front end and the engine process of front_end.py: all that serves but the device. The engine
 stamps each step's message when it is sent, this process each chunk when it is read, in a loop that
-does nothing else; a stream that ends begins anew. Chunks belong to the latest message before them, so the
-steps must be longer than a burst. Printed for each run, P50 / P99:
+does nothing else; a stream that ends begins anew. Chunks belong to the latest message before them,
+so steps must be longer than a burst. Printed for each run, P50 / P99:
 
     steps   between two messages of the engine, ms
-    gaps    between two chunks of one stream, ms: what they have beyond the steps' is the front end's
+    gaps    between two chunks of one stream, ms: what they have beyond the steps' is ours
     last    from a message to the last chunk of it, ms
     shift   between a chunk's delay and that of the same stream's next one, ms
-    us      of the front end a chunk: user / system
+    us      of the front end for a chunk: user / system; requests' beginnings and ends are in it
 """
 
 from __future__ import annotations
@@ -104,11 +104,13 @@ def serving(tree: Path, step_ms: float):  # noqa: ANN201
 
 def wait_ready(port: int) -> None:
     for _ in range(300):
-        with contextlib.suppress(OSError):
-            with socket.create_connection(("127.0.0.1", port)) as probe:
-                probe.sendall(b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-                if probe.recv(64).startswith(b"HTTP/1.1 200"):
-                    return
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", port)) as probe,
+        ):
+            probe.sendall(b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            if probe.recv(64).startswith(b"HTTP/1.1 200"):
+                return
         time.sleep(0.2)
     raise SystemExit("the server did not become ready")
 

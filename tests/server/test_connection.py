@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from tailrace.config import Config, ServerConfig
 from tailrace.server import connection as connection_module
 from tailrace.server import serve
-from tailrace.server.connection import MAX_HEAD_BYTES, connection_class
+from tailrace.server.connection import MAX_HEAD_BYTES, Connection, connection_class
 from tailrace.server.prompts import INLINE_CHARS
 from tailrace.text.tokenizer import Tokenizer
 from tests.server.fake_engine import Script
@@ -294,11 +295,12 @@ def test_pipelined_requests_are_answered_in_order(app):
     assert answer.index(b'"ready"') < answer.index(b'"ok"') < answer.rindex(b'"ready"')
 
 
-def completion(prompt, *, is_stream, version=b"1.1"):
+def completion(prompt, *, is_stream, version=b"1.1", is_last=False):
     fields = {"prompt": prompt, "max_tokens": 6, "stream": is_stream}
     body = json.dumps(fields).encode()
-    head = b"POST /v1/completions HTTP/%s\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
-    return head % (version, len(body)) + body
+    head = b"POST /v1/completions HTTP/%s\r\nhost: x\r\ncontent-length: %d\r\n"
+    end = b"connection: close\r\n\r\n" if is_last else b"\r\n"
+    return head % (version, len(body)) + end + body
 
 
 @pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "whole"])
@@ -430,6 +432,40 @@ def test_a_client_that_sends_without_end_behind_another_is_read_so_far(tiny_fold
 def test_many_requests_behind_each_other_are_all_answered(app):
     answer = app.raw((GET + b"\r\n") * 100 + LAST)
     assert answer.count(b"HTTP/1.1 200") == 101
+
+
+def test_a_stream_is_chunks_of_whole_events_and_the_last_is_empty(app):
+    answer = app.raw(completion("Hi", is_stream=True, is_last=True))
+    _, _, rest = answer.partition(b"\r\n\r\n")
+    chunks = []
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        assert rest[int(size, 16) :].startswith(b"\r\n")
+        chunks.append(rest[: int(size, 16)])
+        rest = rest[int(size, 16) + 2 :]
+    assert chunks.pop() == b""
+    assert len(chunks) > 3
+    assert all(chunk.startswith(b"data: ") and chunk.endswith(b"}\n\n") for chunk in chunks[:-1])
+    *events, done = (event.decode() for event in b"".join(chunks).split(b"\n\n")[:-1])
+    assert done == "data: [DONE]"
+    said = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
+    assert "".join(said) == "Hello, world"
+
+
+@pytest.mark.parametrize("state", ["begun", "not begun", "plain", "complete", "gone", "behind"])
+def test_a_part_is_written_at_once_only_where_a_chunk_is_all_there_is_to_write(state):
+    connection = Connection.__new__(Connection)
+    written = []
+    connection.transport = SimpleNamespace(write=written.append)
+    connection.flow = SimpleNamespace(write_paused=state == "behind")
+    connection._running = SimpleNamespace(
+        chunked_encoding={"not begun": None, "plain": False}.get(state, True),
+        response_complete=state == "complete",
+        disconnected=state == "gone",
+    )
+    assert connection._write_part(b"x" * 26) is (state == "begun")
+    assert written == ([b"1a\r\n" + b"x" * 26 + b"\r\n"] if state == "begun" else [])
+    assert connection._write_part(b"") is False
 
 
 def test_a_stream_to_http_1_0_ends_with_the_connection_and_has_no_chunks(app):

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from tailrace.config import ServerConfig
 from tailrace.errors import RequestError
-from tailrace.server.http import DROP_EXTENSION, LEFT_EXTENSION, Request
+from tailrace.server.http import DROP_EXTENSION, LEFT_EXTENSION, PART_EXTENSION, Request
 
 
 class Exchange:
     """A request, and what was sent for it."""
 
-    def __init__(self, method="GET", headers=(), incoming=()):
+    def __init__(self, method="GET", headers=(), incoming=(), part=lambda _: False):
         self.sent = []
         self.drops = 0
         self.left = None
@@ -28,6 +28,7 @@ class Exchange:
             "extensions": {
                 DROP_EXTENSION: {"call": self._drop},
                 LEFT_EXTENSION: {"call": self._when_left},
+                PART_EXTENSION: {"call": part},
             },
         }
         self.request = Request(scope, self._receive, self._send, ServerConfig())
@@ -223,3 +224,19 @@ def test_nothing_is_ended_that_is_answered_or_looks_itself(then):
         assert exchange.left is None
 
     run(main())
+
+
+def test_a_part_that_the_connection_writes_itself_is_not_sent_again():
+    taken, answers = [], iter([True, False, True])
+
+    def write_part(data):
+        taken.append(data)
+        return next(answers)
+
+    exchange = Exchange(part=write_part)
+    for data in (b"a", b"b", b"c"):
+        exchange.request.write_now(data)
+    assert exchange.status == 200
+    assert taken == [b"a", b"b", b"c"]
+    assert exchange.body == b"b"
+    assert exchange.request.timeline.written_s is not None

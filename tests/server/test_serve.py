@@ -1,6 +1,7 @@
 """`tailrace serve` as real processes: start, signals, death of the engine, and what is left."""
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import signal
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -16,6 +18,7 @@ from tailrace.config import Config, EngineConfig, ServerConfig
 from tailrace.errors import ConfigError
 from tailrace.server import serve
 from tests.server.served import CONTEXT_TOKENS, DEADLINE_S, status_of, streaming
+from tests.support.garbage import is_frozen
 
 
 @pytest.mark.e2e
@@ -208,3 +211,12 @@ def test_an_ipv6_address_is_bound_as_such():
         pytest.skip(f"this machine has no IPv6: {error}")
     with listener:
         assert listener.family is socket.AF_INET6
+
+
+def test_what_a_server_keeps_for_good_is_no_garbage_to_look_through(tiny_folder):
+    _, bridge = serve.assemble(Config(), SimpleNamespace())
+    bridge._on_resolved(str(tiny_folder))
+    try:
+        assert is_frozen()
+    finally:
+        gc.unfreeze()

@@ -172,3 +172,15 @@ def test_the_phases_add_up_whatever_was_stamped_when(
         phases = timeline.phases(account if is_told else None, account.finished_s, end_s)
     assert phases.total_s == pytest.approx(end_s - 1000.0, abs=1e-6)
     assert min(phases.by_name().values()) >= -1e-9
+
+
+def test_a_part_that_the_socket_took_at_once_is_no_waiting_for_the_client():
+    clock = VirtualClock(100.0)
+    timeline = submitted(clock)
+    clock.advance(1.0)
+    timeline.part_written()
+    assert timeline.begun_s == timeline.written_s == clock()
+    clock.advance(0.5)
+    timeline.part_written()
+    assert (timeline.begun_s, timeline.written_s) == (clock() - 0.5, clock())
+    assert timeline.phases(None, clock(), clock()).by_name()["socket"] == 0.0

@@ -3,6 +3,8 @@
 import os
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from tailrace.engine.step_meter import StepMeter
@@ -317,3 +319,19 @@ def test_refusals_are_counted_by_their_rule():
     }
     assert found == {"first_token_late": 1, "service_unavailable": 1, "x": 1}
     assert value(text, "late_refusals_total") == 4
+
+
+@settings(deadline=None, max_examples=50)
+@given(gaps_s=st.lists(st.sampled_from(GAP_BUCKETS_S) | st.floats(0, 100), max_size=600))
+def test_gaps_that_are_counted_together_are_counted_as_one_by_one(gaps_s):
+    metrics = Metrics()
+    for gap_s in gaps_s:
+        metrics.observe_token_gap(gap_s)
+    text = metrics.render()
+    name = "inter_token_latency_seconds"
+    assert value(text, f"{name}_count") == len(gaps_s)
+    assert value(text, f"{name}_sum") == pytest.approx(sum(gaps_s))
+    for bound in GAP_BUCKETS_S:
+        fitting = sum(gap_s <= bound for gap_s in gaps_s)
+        assert value(text, f"{name}_bucket", le=str(bound)) == fitting
+    assert value(text, f"{name}_bucket", le="+Inf") == len(gaps_s)
