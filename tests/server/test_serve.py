@@ -215,8 +215,9 @@ def test_an_ipv6_address_is_bound_as_such():
 
 def test_what_a_server_keeps_for_good_is_no_garbage_to_look_through(tiny_folder):
     _, bridge = serve.assemble(Config(), SimpleNamespace())
-    bridge._on_resolved(str(tiny_folder))
     try:
+        bridge._on_resolved(str(tiny_folder))
         assert is_frozen()
     finally:
         gc.unfreeze()
+        bridge._context.term()
