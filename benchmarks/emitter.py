@@ -230,13 +230,17 @@ async def serve_and_put(
 ) -> tuple[Delays, float]:
     engine = Paced()
     server = uvicorn_server(engine, streams, FifoOutbox() if is_fifo else Outbox())
-    write = server_http.Request.write
+    write, write_now = server_http.Request.write, server_http.Request.write_now
 
     async def stamped(self: server_http.Request, data: bytes) -> None:
         engine.note_written(int(self.request_id), data)
         await write(self, data)
 
-    server_http.Request.write = stamped
+    def stamped_now(self: server_http.Request, data: bytes) -> None:
+        engine.note_written(int(self.request_id), data)  # our connection writes it itself
+        write_now(self, data)
+
+    server_http.Request.write, server_http.Request.write_now = stamped, stamped_now
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         async with asyncio.timeout(60):
@@ -251,7 +255,7 @@ async def serve_and_put(
         put.cancel()
         return delays, delays.events / took_s
     finally:
-        server_http.Request.write = write
+        server_http.Request.write, server_http.Request.write_now = write, write_now
         server.should_exit = server.force_exit = True
         with contextlib.suppress(Exception):
             await asyncio.wait_for(serving, 10)
