@@ -144,6 +144,7 @@ def parser_of_options() -> argparse.ArgumentParser:
         "--phase-priorities", nargs="+", type=priorities, metavar="DECODES,PROMPTS",
         help="with --mixed: without overlap, and with streams of which the higher goes first",
     )  # fmt: skip
+    parser.add_argument("--context-length", type=int, default=8192, help="what there is room for")
     parser.add_argument("--plan", default="off", help="as of tailrace serve, for what is timed")
     return parser
 
@@ -283,7 +284,8 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
 
     config = EngineConfig(
         model_path=str(folder), load_format="dummy", gpus=(0,), max_batch_size=128,
-        context_length=8192, max_num_batched_tokens=8192, prefix_cache=False, itl_target_ms=0,
+        context_length=arguments.context_length, max_num_batched_tokens=8192, prefix_cache=False,
+        itl_target_ms=0,
         kv_cache_dtype=arguments.kv_cache_dtype, prefill_weights=arguments.prefill_weights,
         prefill_attention=arguments.prefill_attention, plan=arguments.plan,
         phase_overlap=arguments.phase_overlap, fp8_activations=arguments.fp8_activations,
@@ -362,9 +364,10 @@ def time_mixed(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Nam
         for overlap, priorities in ways:
             config = EngineConfig(
                 model_path=str(folder), load_format="dummy", gpus=(0,), max_batch_size=128,
-                context_length=8192, max_num_batched_tokens=budget, prefix_cache=False,
-                itl_target_ms=0, kv_cache_dtype=arguments.kv_cache_dtype, plan=arguments.plan,
-                prefill_weights=arguments.prefill_weights, phase_overlap=overlap,
+                context_length=arguments.context_length, max_num_batched_tokens=budget,
+                prefix_cache=False, itl_target_ms=0, kv_cache_dtype=arguments.kv_cache_dtype,
+                plan=arguments.plan, prefill_weights=arguments.prefill_weights,
+                phase_overlap=overlap,
                 prefill_attention=arguments.prefill_attention,
                 fp8_activations=arguments.fp8_activations,
                 kv_cache_tokens=batch * (context + 600) + 70_000,
@@ -452,7 +455,8 @@ def config_of(folder: Path, arguments: argparse.Namespace) -> EngineConfig:
 
     return EngineConfig(
         model_path=str(folder), load_format="dummy", gpus=(0,), max_batch_size=128,
-        context_length=8192, max_num_batched_tokens=8192, prefix_cache=False, itl_target_ms=0,
+        context_length=arguments.context_length, max_num_batched_tokens=8192, prefix_cache=False,
+        itl_target_ms=0,
         kv_cache_dtype=arguments.kv_cache_dtype, prefill_weights="same", plan=arguments.plan,
         fp8_activations=arguments.fp8_activations, gpu_memory_utilization=0.8,
     )  # fmt: skip

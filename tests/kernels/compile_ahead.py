@@ -164,13 +164,16 @@ def attention_cases(
                 is_candidate=shape not in served,
             )
         usual = decode_shape(head_dim, capability, is_float8=is_float8)
-        for decode in decode_candidates(head_dim, capability, is_float8=is_float8):
+        candidates = decode_candidates(head_dim, capability, is_float8=is_float8)
+        taken = [(decode, False) for decode in candidates] + [(usual, True)]
+        for decode, in_turn in taken:
             yield Case(
-                f"decode {head_dim} {decode.words}",
+                f"decode {head_dim} {decode.words}{' in turn' if in_turn else ''}",
                 decode_kernel,
                 {
                     **UNIT_STRIDES, **known, "PADDED": 16, "BLOCK_N": decode.block_n,
-                    "SPLIT": decode.split, **decodes.constants, "COMPILED": True,
+                    "SPLIT": decode.split, "IN_TURN": in_turn, **decodes.constants,
+                    "COMPILED": True,
                 },
                 decode.num_warps,
                 decode.num_stages,

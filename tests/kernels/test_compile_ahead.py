@@ -99,6 +99,8 @@ def test_every_kernel_compiles_within_the_gpus_means(kind, pytestconfig, tmp_pat
             # The tensor cores add the 128 inputs of a chunk, and no more.
             products, begun = entry["float8_products"]
             assert products == 4 * begun > 0, entry
+        # An address or two, read once a split.
+        spilled = 16 if entry["name"].startswith("decode 256") else spilled
         # Two addresses in shared memory, stored where a warp begins.
         spilled = 8 if entry["name"].startswith("hopper_prefill") else spilled
         assert entry["stack"] <= spilled, entry

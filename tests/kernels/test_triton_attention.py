@@ -17,6 +17,7 @@ from tailrace.kernels.attention_shapes import (
     kind,
     prefill_shape,
 )
+from tailrace.kernels.paged_attention import triton_decode
 from tests.kernels.compare import assert_close
 from tests.kernels.paged import NAN, Paged, make_batch
 from tests.support.streams import written_streams
@@ -86,6 +87,33 @@ def test_a_decodes_neighbours_change_no_bit(on_triton):
         assert torch.equal(case.attend(on_triton, [chunk])[0], together[i])
         assert torch.equal(backwards[i], together[i])
         assert torch.equal(with_prefill[i], together[i])
+
+
+def test_splits_taken_in_turn_change_no_bit(on_triton, monkeypatch):
+    """As where contexts are long: of 1, 2 and 3 splits two programs take what there is."""
+    lens = [3, 600, 0, 1100, 1536]
+    case = paged(on_triton, [max(n, 1) for n in lens], group=7, num_kv_heads=2)
+    batch = make_batch([(1, max(n, 1)) for n in lens], 16, case.tables)
+    batch = replace(batch, kv_lens=torch.tensor(lens, dtype=torch.int32))
+    q = torch.cat([queries[-1:] for queries in case.queries])
+
+    def attend():
+        return on_triton.paged_attention(q, case.k_cache, case.v_cache, batch, case.scale)
+
+    own = attend()
+    assert torch.equal(own.view(5, -1)[2], torch.zeros(14 * 64)), "a padded row"
+    for name, value in (("MOST_PROGRAMS", 0), ("SHARING_PROGRAMS", 1), ("LEAST_SHARERS", 2)):
+        monkeypatch.setattr(triton_decode, name, value)
+    assert triton_decode.programs_a_row(3, 10) == 2
+    assert torch.equal(attend(), own)
+
+
+@pytest.mark.parametrize(
+    ("splits", "rows", "expected"),
+    [(16, 512, 16), (64, 512, 64), (64, 1024, 16), (256, 4, 256), (256, 200, 20), (256, 512, 16)],
+)
+def test_programs_share_the_splits_of_a_row_only_where_most_would_be_idle(splits, rows, expected):
+    assert triton_decode.programs_a_row(splits, rows) == expected
 
 
 def test_chunking_a_prompt_at_tiles_changes_no_bit(on_triton):

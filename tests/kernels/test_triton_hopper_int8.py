@@ -59,7 +59,7 @@ KERNEL = hopper.int8_hopper_kernel
 
 def interpreted(monkeypatch, seed, shape, rows, inputs, outputs, dtype, *, with_bias):
     """Return a product by the kernel on the CPU, and in float64; two programs take all tiles."""
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 2)
     kernel = gluon_interpreter.Interpreter(KERNEL, seed=seed)
     monkeypatch.setattr(hopper, "int8_hopper_kernel", kernel)
     weight = quantize_channels(torch.randn(outputs, inputs))

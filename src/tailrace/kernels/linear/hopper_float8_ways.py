@@ -20,8 +20,8 @@ from tailrace.kernels.linear.triton_hopper_float8 import (
     float8_hopper,
     reserved,
 )
-from tailrace.kernels.linear.triton_hopper_ring import multiprocessors
 from tailrace.kernels.linear.ways import Ways
+from tailrace.kernels.multiprocessors import multiprocessors
 
 if TYPE_CHECKING:
     import torch

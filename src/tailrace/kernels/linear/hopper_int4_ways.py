@@ -28,9 +28,9 @@ from tailrace.kernels.linear.triton_hopper_int4_bands import (
 )
 from tailrace.kernels.linear.triton_hopper_int4_few import CANDIDATES as FEW
 from tailrace.kernels.linear.triton_hopper_int4_few import FewShape, int4_few
-from tailrace.kernels.linear.triton_hopper_ring import multiprocessors
 from tailrace.kernels.linear.triton_int4 import TILES, Int4Shape, int4_linear, tile_options
 from tailrace.kernels.linear.ways import Ways
+from tailrace.kernels.multiprocessors import multiprocessors
 
 if TYPE_CHECKING:
     import torch

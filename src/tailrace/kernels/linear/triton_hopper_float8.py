@@ -52,13 +52,13 @@ from tailrace.kernels.linear.triton_hopper_ring import (
     gathered,
     met,
     most_reserved,
-    multiprocessors,
     put,
     save,
     sharers,
     store,
     turn,
 )
+from tailrace.kernels.multiprocessors import multiprocessors
 
 if TYPE_CHECKING:
     from torch import Tensor

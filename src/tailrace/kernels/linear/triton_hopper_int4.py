@@ -37,7 +37,6 @@ from tailrace.kernels.linear.triton_hopper_ring import (
     flat,
     gathered,
     meta_of,
-    multiprocessors,
     new_ring,
     produce,
     run_arguments,
@@ -49,6 +48,7 @@ from tailrace.kernels.linear.triton_hopper_ring import (
     unit_bytes,
 )
 from tailrace.kernels.linear.triton_int4 import UNPACK_BFLOAT16, UNPACK_FLOAT16
+from tailrace.kernels.multiprocessors import multiprocessors
 
 if TYPE_CHECKING:
     from torch import Tensor

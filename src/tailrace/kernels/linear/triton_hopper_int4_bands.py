@@ -36,7 +36,6 @@ from tailrace.kernels.linear.triton_hopper_ring import (
     met,
     meta_of,
     most_reserved,
-    multiprocessors,
     new_ring,
     produce,
     put,
@@ -47,6 +46,7 @@ from tailrace.kernels.linear.triton_hopper_ring import (
     turn,
     unit_bytes,
 )
+from tailrace.kernels.multiprocessors import multiprocessors
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,6 @@ are scaled and stored, the ring fills for the next tile.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tailrace.kernels.multiprocessors import multiprocessors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -238,7 +239,7 @@ def int8_hopper(
     if out_TO is None:
         out_TO = torch.empty(rows, outputs, dtype=dtype, device=device)
     tiles = -(-rows // (_SIDES * _SIDE)) * -(-outputs // shape.block_n)
-    programs = min(tiles, _multiprocessors(device))
+    programs = min(tiles, multiprocessors(device))
     layout = shared_layout()
     int8_hopper_kernel[(programs,)](
         TensorDescriptor(x.values, [rows, inputs], [inputs, 1], [_SIDES * _SIDE, _STEP], layout),
@@ -261,8 +262,3 @@ def int8_hopper(
         maxnreg=REGISTERS,
     )
     return out_TO
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

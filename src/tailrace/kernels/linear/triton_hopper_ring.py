@@ -13,10 +13,8 @@ order: a row's sum depends on no neighbour.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -407,12 +405,6 @@ def most_reserved(
         max(shape.parts(outputs, chunks, rows, count) for rows, shape in shapes),
         max(shape.cut(outputs, chunks, count).programs for _, shape in shapes),
     )
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """Return how many a GPU has."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def descriptors(

@@ -29,6 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tailrace.errors import EngineError
 from tailrace.kernels.attention_shapes import INTERPRETER
 from tailrace.kernels.linear.ways import MANY, Ways
+from tailrace.kernels.multiprocessors import multiprocessors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -240,7 +241,7 @@ def int8_product(
     tiles = triton.cdiv(rows, shape.block_m) * triton.cdiv(outputs, shape.block_n)
     programs = tiles
     if by_descriptor:
-        programs = min(tiles, shape.programs * _multiprocessors(device))
+        programs = min(tiles, shape.programs * multiprocessors(device))
     x8: Tensor | TensorDescriptor = x.values
     w8: Tensor | TensorDescriptor = weight.values
     if by_descriptor:
@@ -268,13 +269,6 @@ def int8_product(
         num_stages=shape.num_stages,
     )
     return out_TO
-
-
-@lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 3  # of the interpreter: programs then walk over several tiles
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @lru_cache(maxsize=16)

@@ -7,7 +7,9 @@ have a fixed length, not a fixed number, so that a row's sums are cut at the sam
 else is in the batch: its result does not depend on its neighbours.
 
 The grid covers the longest sequence there can be, so that one captured graph serves any lengths;
-programs beyond their sequence's end return at once.
+programs beyond their sequence's end return at once. Where there would be too many of those (4 KV
+heads and 50 sequences of a context of 131,072 tokens have 51,200 splits), programs take splits of
+their sequence in turn.
 """
 
 from __future__ import annotations
@@ -81,6 +83,7 @@ def decode_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
+    IN_TURN: tl.constexpr,
     IN_FLOAT16: tl.constexpr,
     PAIRED: tl.constexpr,
     COMPILED: tl.constexpr,
@@ -88,46 +91,110 @@ def decode_kernel(
 ):
     let_next_start(DEPENDENT)
     kv_head = tl.program_id(0)
-    split = tl.program_id(1)
+    first = tl.program_id(1)
     row = tl.program_id(2)
     kv_len = tl.load(kv_lens + row)
-    low = split * SPLIT
-    # Lengths are the step's own, and the first split of a row always waits: see `dependent_launch`.
-    if (low >= kv_len) & (split > 0):
+    # Lengths are the step's own, and the first program of a row waits: see `dependent_launch`.
+    if (first * SPLIT >= kv_len) & (first > 0):
         return
     wait_for_last(DEPENDENT)
-    members = tl.arange(0, PADDED)
-    dims = tl.arange(0, HEAD_DIM)
-    LANES: tl.constexpr = HEAD_DIM // 2 if PAIRED else HEAD_DIM
-    lanes = tl.arange(0, LANES)
-    is_member = members < GROUP
     # Wide numbers stay scalars, or the many offsets of a tile take twice the registers.
     first_head = row.to(tl.int64) * NUM_HEADS + kv_head * GROUP
+    if PAIRED:
+        k_cache = k_cache.to(tl.pointer_type(tl.int16))
+        v_cache = v_cache.to(tl.pointer_type(tl.int16))
     q_ptr += first_head * HEAD_DIM
+    k_cache += kv_head * stride_kh
+    v_cache += kv_head * stride_vh
     out_ptr += first_head * HEAD_DIM
     part_ptr += first_head * max_splits * HEAD_DIM
     lse_ptr += first_head * max_splits
-    places = (members * HEAD_DIM)[:, None] + dims[None, :]
-    acc = tl.zeros([PADDED, HEAD_DIM], tl.float32)
-    if low >= kv_len:
-        # A padded row has no keys: zeros, for what it holds flows on through the layers.
-        tl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=is_member[:, None])
-        return
-    high = tl.minimum(low + SPLIT, kv_len)
-    q = tl.load(q_ptr + places, mask=is_member[:, None], other=0.0)
+    arrivals += row * NUM_HEADS + kv_head
+    tables += row * table_stride
+    members = tl.arange(0, PADDED)
+    is_member = members < GROUP
+    dims = tl.arange(0, HEAD_DIM)
+    out = out_ptr + (members * HEAD_DIM)[:, None] + dims[None, :]
+    count = tl.cdiv(kv_len, SPLIT)
+    end = tl.maximum(count, 1) if IN_TURN else first + 1
+    step = tl.num_programs(1) if IN_TURN else 1
+    # What is the same in each turn is cheaper to compute again than to keep in registers.
+    for split in tl.range(first, end, step, disable_licm=True):
+        acc, lse = _attended(
+            q_ptr,
+            k_cache,
+            v_cache,
+            tables,
+            split * SPLIT,
+            tl.minimum((split + 1) * SPLIT, kv_len),
+            scale_log2,
+            stride_kb,
+            stride_kt,
+            stride_kd,
+            stride_vb,
+            stride_vt,
+            stride_vd,
+            GROUP,
+            PADDED,
+            UNIT,
+            HEAD_DIM,
+            BLOCK_N,
+            IN_FLOAT16,
+            PAIRED,
+            COMPILED,
+        )
+        if count <= 1:
+            tl.store(out, (acc * v_scale).to(out_ptr.dtype.element_ty), mask=is_member[:, None])
+        else:
+            parts = members * max_splits + split
+            part = part_ptr + (parts * HEAD_DIM)[:, None] + dims[None, :]
+            tl.store(part, acc, mask=is_member[:, None])
+            tl.store(lse_ptr + parts, lse, mask=is_member)
+            tl.debug_barrier()  # all stores of this program, before its arrival
+            if tl.atomic_add(arrivals, 1, sem="acq_rel") == count - 1:
+                tl.store(arrivals, 0)  # for the next launch
+                firsts = members * max_splits
+                acc = _merged(part_ptr, lse_ptr, firsts, is_member, count, PADDED, HEAD_DIM)
+                tl.store(out, (acc * v_scale).to(out_ptr.dtype.element_ty), mask=is_member[:, None])
+
+
+@triton.jit
+def _attended(
+    q_ptr,
+    k_cache,
+    v_cache,
+    table,
+    low,
+    high,
+    scale_log2,
+    stride_kb,
+    stride_kt,
+    stride_kd,
+    stride_vb,
+    stride_vt,
+    stride_vd,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    IN_FLOAT16: tl.constexpr,
+    PAIRED: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Return attention over the keys from low to high, and the base 2 log of its weights' sum."""
+    members = tl.arange(0, PADDED)
+    LANES: tl.constexpr = HEAD_DIM // 2 if PAIRED else HEAD_DIM
+    lanes = tl.arange(0, LANES)
+    places = (members * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
+    acc = tl.zeros([PADDED, LANES], tl.float32)
+    q = tl.load(q_ptr + places, mask=(members < GROUP)[:, None], other=0.0)
     if IN_FLOAT16:
         q, down = in_float16(q)
         scale_log2 = (scale_log2 * down)[:, None]
     odd_q, odd_acc = q, acc
     if PAIRED:
         q, odd_q = tl.split(q.reshape(PADDED, LANES, 2))
-        acc = tl.zeros([PADDED, LANES], tl.float32)
-        odd_acc = acc
-        k_cache = k_cache.to(tl.pointer_type(tl.int16))
-        v_cache = v_cache.to(tl.pointer_type(tl.int16))
-    k_cache += kv_head * stride_kh
-    v_cache += kv_head * stride_vh
-    table = tables + row * table_stride
     peak = tl.full([PADDED], float("-inf"), tl.float32)
     total = tl.zeros([PADDED], tl.float32)
     for start in range(low, high, BLOCK_N):
@@ -160,21 +227,8 @@ def decode_kernel(
         peak = higher
     if PAIRED:
         acc = tl.interleave(acc, odd_acc)
-    acc = acc / total[:, None]
-    count = tl.cdiv(kv_len, SPLIT)
-    if count > 1:
-        parts = members * max_splits + split
-        part = part_ptr + (parts * HEAD_DIM)[:, None] + dims[None, :]
-        tl.store(part, acc, mask=is_member[:, None])
-        tl.store(lse_ptr + parts, peak + tl.log2(total), mask=is_member)
-        tl.debug_barrier()  # all stores of this program, before its arrival
-        arrival = arrivals + row * NUM_HEADS + kv_head
-        if tl.atomic_add(arrival, 1, sem="acq_rel") != count - 1:
-            return
-        tl.store(arrival, 0)  # for the next launch
-        acc = _merged(part_ptr, lse_ptr, members * max_splits, is_member, count, PADDED, HEAD_DIM)
-    acc *= v_scale
-    tl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=is_member[:, None])
+    total = tl.where(low < high, total, 1.0)  # a padded row's zeros flow on through the layers
+    return acc / total[:, None], peak + tl.log2(total)
 
 
 @triton.jit
@@ -191,7 +245,8 @@ def _merged(
     peak = tl.full([PADDED], float("-inf"), tl.float32)
     total = tl.zeros([PADDED], tl.float32)
     acc = tl.zeros([PADDED, HEAD_DIM], tl.float32)
-    for split in range(count):
+    # Parts do not wait for one another: several are asked for at a time.
+    for split in tl.range(0, count, loop_unroll_factor=4):
         # Past the first-level cache, which may hold what a part was before.
         lse = tl.load(lse_ptr + firsts + split, mask=is_member, other=0.0, cache_modifier=".cg")
         part = part_ptr + ((firsts + split) * HEAD_DIM)[:, None] + dims[None, :]
@@ -234,6 +289,24 @@ class DecodeScratch:
         )
 
 
+MOST_PROGRAMS = 32_768
+"""Of a grid in which each split that there could be has its own: those without work cost half a
+nanosecond (an H200), so no more than 16 us a layer."""
+SHARING_PROGRAMS, LEAST_SHARERS = 4096, 16
+"""Of a grid whose programs take splits in turn; the least of a row and KV head."""
+
+
+def programs_a_row(max_splits: int, rows: int) -> int:
+    """Return how many programs share the splits of a row and KV head, of so many of them.
+
+    Programs that take splits in turn need more registers, and lose 6 % over long contexts; they
+    halve the time of short ones that have room for 131,072 tokens (benchmarks/gpu_decode.py).
+    """
+    if max_splits * rows <= MOST_PROGRAMS:
+        return max_splits
+    return min(max_splits, max(LEAST_SHARERS, SHARING_PROGRAMS // rows))
+
+
 def decode(
     q_BHD: Tensor,
     k_cache: Tensor,
@@ -270,7 +343,8 @@ def decode(
     num_rows, num_heads, head_dim = q_BHD.shape
     num_kv_heads, unit = v_cache.shape[1:3]
     group = num_heads // num_kv_heads
-    decode_kernel[(num_kv_heads, scratch.max_splits, num_rows)](
+    sharers = programs_a_row(scratch.max_splits, num_rows * num_kv_heads)
+    decode_kernel[(num_kv_heads, sharers, num_rows)](
         q_BHD,
         k_cache,
         v_cache,
@@ -299,6 +373,7 @@ def decode(
         HEAD_DIM=head_dim,
         BLOCK_N=shape.block_n,
         SPLIT=shape.split,
+        IN_TURN=sharers < scratch.max_splits,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         COMPILED=q_BHD.is_cuda,
