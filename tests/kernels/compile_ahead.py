@@ -51,7 +51,6 @@ from tailrace.kernels.linear import (
     triton_hopper_int4,
     triton_hopper_int4_bands,
     triton_hopper_int4_few,
-    triton_hopper_int4_float8,
     triton_hopper_int8,
     triton_hopper_ring,
     triton_int4,
@@ -449,38 +448,6 @@ def hopper_float8_cases(kind: int) -> Iterator[Case]:
             triton_hopper_float8.float8_hopper_kernel, constants, shape.warps, types=types,
             registers=registers, source=GluonASTSource,
             is_candidate=(rows, shape.words) not in served,
-        )  # fmt: skip
-
-
-def hopper_int4_float8_cases(kind: int) -> Iterator[Case]:
-    """Every kind of candidate, in one half each."""
-    if kind < HOPPER:
-        return
-    boxes, metas = triton_hopper_float8.BYTES_LAYOUT, triton_hopper_ring.META_LAYOUT
-    codes = triton_hopper_ring.shared_layout(32)
-    kinds = {
-        (rows, shape.words): (rows, shape)
-        for rows, shapes in triton_hopper_int4_float8.CANDIDATES.items()
-        for shape in (replace(shape, least_span=min(shape.least_span, 4)) for shape in shapes)
-    }
-    for index, (rows, shape) in enumerate(kinds.values()):
-        registers, slice_registers = shape.registers
-        constants = {
-            "TILE": shape.tile, "SLICES": shape.slices, "CHUNKS_A_GROUP": 1, "HAS_BIAS": True,
-            "STAGES": shape.stages(rows), "REGISTERS": slice_registers,
-            "IN_PAIRS": shape.meets == "pairs",
-        }  # fmt: skip
-        half = "bf16" if index % 2 else "fp16"
-        types = {
-            **TYPES, "x_scale_ptr": "*fp32", **dict.fromkeys(("out_ptr", "bias_ptr"), f"*{half}"),
-            "codes_desc": f"tensordesc<i16[{shape.box}, 32],{codes!r}>",
-            "x_desc": f"tensordesc<fp8e4nv[{rows}, 128],{boxes!r}>",
-            "meta_desc": f"tensordesc<i32[1, {shape.box}],{metas!r}>",
-        }  # fmt: skip
-        yield Case(
-            f"hopper_int4_float8 {rows} {shape.words}",
-            triton_hopper_int4_float8.int4_float8_kernel, constants, shape.warps, types=types,
-            registers=registers, source=GluonASTSource, is_candidate=True,
         )  # fmt: skip
 
 

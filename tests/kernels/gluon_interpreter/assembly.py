@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from tailrace.kernels.linear import triton_hopper_int4_bands as bands
-from tailrace.kernels.linear.triton_hopper_int4_float8 import NIBBLES
 from tailrace.kernels.linear.triton_int4 import UNPACK_BFLOAT16, UNPACK_FLOAT16
 from tests.kernels.gluon_interpreter.values import Array, GluonFaultError, plain
 
@@ -69,18 +68,9 @@ def _pairs() -> dict[str, tuple[str, int, _Meaning]]:
     return found
 
 
-def _nibbles(args: list[Array]) -> list[torch.Tensor]:
-    """Return the four nibbles of int16, a byte each."""
-    (codes,) = (x.data for x in args)
-    if codes.dtype != torch.int16:
-        raise GluonFaultError(f"codes in {codes.dtype}")
-    return [(codes.int() >> shift & 15).to(torch.int8) for shift in (0, 4, 8, 12)]
-
-
 MEANINGS: dict[str, tuple[str, int, _Meaning]] = {
     str(plain(UNPACK_BFLOAT16)): ("=r,=r,=r,=r,r,r", 2, _unpack(0x4300, torch.bfloat16)),
     str(plain(UNPACK_FLOAT16)): ("=r,=r,=r,=r,r,r", 2, _unpack(0x6400, torch.float16)),
-    str(plain(NIBBLES)): ("=r,=r,=r,=r,r,r", 4, _nibbles),
     **_pairs(),
 }
 """By text: the constraints, how many elements a register holds, and what is computed."""

@@ -255,7 +255,7 @@ def _write(accs, scales, x_scale_ptr, pointers, sizes, output, BY_BLOCKS: gl.con
 
 
 @gluon.jit
-def slices_met(accs, meeting, slice_: gl.constexpr, SLICES: gl.constexpr):
+def _slices_met(accs, meeting, slice_: gl.constexpr, SLICES: gl.constexpr):
     """Leave a slice's sums in shared memory; return the first's with all others' added."""
     BANDS: gl.constexpr = len(accs)
     if SLICES > 1:
@@ -275,7 +275,7 @@ def slices_met(accs, meeting, slice_: gl.constexpr, SLICES: gl.constexpr):
 
 
 @gluon.jit
-def added_up(accs, pointers, sizes, tile, IN_PAIRS: gl.constexpr):
+def _added_up(accs, pointers, sizes, tile, IN_PAIRS: gl.constexpr):
     """Add up the parts of a tile; return the sums, and whether they are the whole tile's."""
     bias_ptr, out_ptr, part_ptr, arrivals = pointers
     BANDS: gl.constexpr = len(accs)
@@ -340,11 +340,11 @@ def _consume(
             slot = (unit - low) % STAGES
             mbarrier.wait(full.index(slot), (unit - low) // STAGES % 2)
             accs = _unit(accs, rings, bars, slot, block_scales, sums)
-        accs = slices_met(accs, meeting, slice_, SLICES)
+        accs = _slices_met(accs, meeting, slice_, SLICES)
         if slice_ == 0:
             is_whole = True
             if SLICES == 1:
-                accs, is_whole = added_up(accs, pointers, sizes, tile, IN_PAIRS)
+                accs, is_whole = _added_up(accs, pointers, sizes, tile, IN_PAIRS)
             if is_whole:
                 _write(accs, scales, x_scale_ptr, pointers, sizes, output, BY_BLOCKS)
 
@@ -585,8 +585,8 @@ def float8_hopper(
         out_TO = torch.empty(rows, outputs, dtype=dtype, device=x.values.device)
     registers, slice_registers = shape.registers
     float8_hopper_kernel[(cut.programs,)](
-        byte_boxes(weight.values, shape.box),
-        byte_boxes(x.values, block_m),
+        _boxes(weight.values, shape.box),
+        _boxes(x.values, block_m),
         _scale_boxes(x, block_m) if by_blocks else None,
         x.scales,
         weight.scales,
@@ -617,7 +617,7 @@ BYTES_LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
 """Rows of 128 bytes in shared memory, swizzled over all of them."""
 
 
-def byte_boxes(matrix: Tensor, rows: int) -> TensorDescriptor:
+def _boxes(matrix: Tensor, rows: int) -> TensorDescriptor:
     """Return what copies so many rows of a matrix at a time, 128 bytes of each."""
     return TensorDescriptor(
         matrix, list(matrix.shape), [matrix.shape[1], 1], [rows, BLOCK], BYTES_LAYOUT

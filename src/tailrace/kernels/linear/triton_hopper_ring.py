@@ -412,17 +412,6 @@ def descriptors(
 ) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]:
     """Return those of codes, rows and scales, for boxes of so many."""
     rows, inputs = x_TI.shape
-    codes, meta = code_descriptors(weight, box_outputs)
-    x = TensorDescriptor(
-        x_TI, [rows, inputs], [inputs, 1], [box_rows, box_inputs], shared_layout(box_inputs)
-    )
-    return codes, x, meta
-
-
-def code_descriptors(
-    weight: PackedInt4, box_outputs: int
-) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Return those of codes and of scales, for boxes of so many outputs."""
     chunks, padded, quarter = weight.codes.shape
     codes = TensorDescriptor(
         weight.codes,
@@ -431,11 +420,14 @@ def code_descriptors(
         [box_outputs, quarter],
         shared_layout(quarter),
     )
+    x = TensorDescriptor(
+        x_TI, [rows, inputs], [inputs, 1], [box_rows, box_inputs], shared_layout(box_inputs)
+    )
     groups = weight.meta.shape[0]
     meta = TensorDescriptor(
         weight.meta, [groups, padded], [padded, 1], [1, box_outputs], META_LAYOUT
     )
-    return codes, meta
+    return codes, x, meta
 
 
 def run_arguments(
