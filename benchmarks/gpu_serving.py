@@ -10,15 +10,15 @@ last, as a check for drift. Requests are of exact lengths, the same for both, an
 the whole of our /metrics after each arm of ours lies in metrics.txt.
 `--arguments "--prefill-attention hopper"` is how ours gets a setting; with `--peer tailrace`
 another server of ours, without it, is the peer. `--then "--quant-type fp8"` stops ours after all
-cells, starts it with these settings instead of those, and measures it in the cells of
-`--then-cell`, beside the same peer.
+cells, starts it with these settings instead of those, and measures it in the cells of the
+`--then-cell` that follow, beside the same peer; there may be several.
 
 A cell is TRAFFIC:cUSERS:SECONDS[:ARMS] (closed loop, no thinking) or TRAFFIC:rRATE:SECONDS[:ARMS]
 (Poisson); ARMS is a row of A (ours) and B (the peer). `again-longdoc` draws its requests with
-replacement from 1000 prompts. Counted is a window: from the moment when as many requests have ended
-as there are users (in an open loop, from a fifth of the time) to the last arrival; ramp and drain
-are left out, so an arm ends there. Requests count that end in it, gaps between tokens that end in
-it.
+replacement from 1000 prompts, `again150-longdoc` from 150. Counted is a window: from the moment
+when as many requests have ended as there are users (in an open loop, from a fifth of the time) to
+the last arrival; ramp and drain are left out, so an arm ends there. Requests count that end in it,
+gaps between tokens that end in it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import asyncio
 import json
 import math
 import random
+import re
 import shlex
 import statistics
 import sys
@@ -52,7 +53,9 @@ if TYPE_CHECKING:
     from tailrace.bench.run import Run
 
 SHARE = 0.45
-AGAIN, DISTINCT = "again-", 1000
+AGAIN = re.compile(r"again(\d*)-")
+DISTINCT = 1000
+"""Prompts to draw from, where a cell does not say how many."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,13 @@ class Cell:
 
     @property
     def source(self) -> str:
-        return self.text.split(":")[0].removeprefix(AGAIN)
+        return AGAIN.sub("", self.text.split(":")[0])
 
     @property
-    def is_again(self) -> bool:
-        return self.text.startswith(AGAIN)
+    def distinct(self) -> int:
+        """Prompts that requests are drawn from; 0: each has its own."""
+        again = AGAIN.match(self.text)
+        return int(again[1] or DISTINCT) if again else 0
 
     @property
     def users(self) -> int:
@@ -91,6 +96,26 @@ class Cell:
         return [names["AB".index(letter)] for letter in letters]
 
 
+class Then(argparse.Action):
+    """Settings of a start, and the cells that follow them."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        starts: list[tuple[str, list[str]]] = [*namespace.then]
+        if option_string == "--then":
+            starts.append((values, []))
+        elif starts:
+            starts[-1][1].append(values)
+        else:
+            parser.error("--then-cell: give --then before it")
+        namespace.then = starts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)
@@ -101,8 +126,10 @@ def main() -> None:
     parser.add_argument("--gpu", default="0", help="Empty: the CPU, to try the script itself.")
     parser.add_argument("--arguments", default="", help="Added to `tailrace serve`.")
     parser.add_argument("--cell", action="append", required=True)
-    parser.add_argument("--then", help="Instead of --arguments, for the cells of --then-cell.")
-    parser.add_argument("--then-cell", action="append", default=[])
+    parser.add_argument(
+        "--then", action=Then, default=[], help="Instead of --arguments, for the cells that follow."
+    )
+    parser.add_argument("--then-cell", action=Then, dest="then")
     parser.add_argument(
         "--prefix-cache", action="store_true", help="Ours on; the peer's is its command's affair."
     )
@@ -149,9 +176,9 @@ async def measure(arguments: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     own, *peers = specs(arguments)
     turns = [(own, arguments.cell)]
-    if arguments.then is not None:
-        then = own_spec(arguments, "then", arguments.then)
-        turns.append((then, arguments.then_cell or arguments.cell))
+    for index, (settings, cells) in enumerate(arguments.then):
+        then = own_spec(arguments, f"then{index or ''}", settings)
+        turns.append((then, cells or arguments.cell))
     async with AsyncExitStack() as stack:
         # First: what ours leaves on the GPU at its end is told from what lay there before it.
         others = {spec.name: await started(spec, stack, arguments.out) for spec in peers}
@@ -246,10 +273,10 @@ async def make_work(cell: Cell, maker: PromptMaker, most: int) -> Work:
     else:
         workload, rate = Workload(source=cell.source), cell.rate_rps
     schedule = build(workload, rate_rps=rate, duration_s=cell.seconds, max_requests=most, seed=7)
-    if not cell.is_again:
+    if not cell.distinct:
         return Work(schedule, await maker.make_all(schedule), users=cell.users)
     # The lengths of the first requests are those of the prompts to draw from.
-    kinds = schedule.arrivals[:DISTINCT]
+    kinds = schedule.arrivals[: cell.distinct]
     prompts = await maker.make_all(replace(schedule, arrivals=kinds))
     draw = random.Random(3)
     drawn = [draw.randrange(len(kinds)) for _ in schedule.arrivals]
