@@ -37,7 +37,7 @@ from mock_engine import MockEngine, services_of
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tailrace.models import gguf
-from tailrace.server import serve
+from tailrace.server import listening, serve
 from tailrace.server.engine_client import OutputQueue
 from tailrace.text.tokenizer import Tokenizer
 from tailrace.types import TokenOutput
@@ -194,7 +194,7 @@ def serve_forever(listeners: dict[str, socket.socket]) -> None:
             *(server_of(services, arm).serve(sockets=[listeners[arm]]) for arm in ARMS)
         )
 
-    with asyncio.Runner(loop_factory=serve.loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=listening.loop_factory()) as runner:
         runner.run(main())
 
 

@@ -39,7 +39,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tailrace.config import Config, EngineConfig, ServerConfig
 from tailrace.server import http as server_http
-from tailrace.server import serve
+from tailrace.server import listening, serve
 from tailrace.server.engine_client import OutputQueue
 from tailrace.server.outbox import Outbox, Outlet
 from tailrace.server.services import Services, TextServices
@@ -215,7 +215,7 @@ def measure(
         client.start()
         try:
             os.sched_setaffinity(0, cores[:1])
-            with asyncio.Runner(loop_factory=serve.loop_factory()) as runner:
+            with asyncio.Runner(loop_factory=listening.loop_factory()) as runner:
                 return runner.run(
                     serve_and_put(listener, streams, seconds, is_fifo=is_fifo, paced=paced)
                 )

@@ -39,7 +39,7 @@ from mock_engine import MockEngine, services_of
 
 from tailrace.bench.launch import LocalServer
 from tailrace.models import gguf
-from tailrace.server import serve
+from tailrace.server import listening, serve
 from tailrace.server.engine_client import OutputQueue
 from tailrace.text.tokenizer import Tokenizer
 from tailrace.types import TokenOutput
@@ -191,7 +191,7 @@ def serve_forever(listener: socket.socket, folder: Path, tokenizer: Tokenizer) -
     engine = Prompt(context_length=32_768, vocab_size=49_152)
     services = services_of(engine, folder, tokenizer)
     server = serve._Server(serve._uvicorn_config(services))  # noqa: SLF001 -- as it is
-    with asyncio.Runner(loop_factory=serve.loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=listening.loop_factory()) as runner:
         runner.run(server.serve(sockets=[listener]))
 
 

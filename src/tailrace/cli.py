@@ -59,7 +59,7 @@ def _serve(
         for holder in loaded.access.holders:
             typer.echo(f"keys.{holder.name}.class = {holder.key_class.name!r}")
         return
-    from tailrace.server.serve import run  # noqa: PLC0415 -- --help must not wait for it
+    from tailrace.server.entrance import run  # noqa: PLC0415 -- --help must not wait for it
 
     raise typer.Exit(run(loaded))
 

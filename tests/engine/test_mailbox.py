@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -14,13 +15,15 @@ from tailrace.clock import VirtualClock
 from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.engine import Engine
 from tailrace.engine.scheduler import Scheduler
-from tailrace.engine.worker import Mailbox, Worker
+from tailrace.engine.worker import Mailbox, Worker, _awaited
+from tailrace.errors import ModelError
 from tailrace.types import (
     AbortRequests,
     EngineMessage,
     EngineOutputs,
     ForgetFrontend,
     GrowPrompt,
+    ModelResolved,
     Ping,
     ReserveKv,
 )
@@ -126,6 +129,30 @@ def test_each_front_end_gets_its_own_and_the_counts_of_all(house):
     assert outputs_of(watcher) == []
     stats = house.mailbox._with_frontends(house.engine.stats())
     assert stats.frontends == {"frontend-0-1": 0, "frontend-1-1": 0}
+
+
+def test_who_comes_while_the_model_is_loaded_is_told_at_once_which_it_is(house):
+    loaded = Future()
+    house.mailbox.announce(ModelResolved("/models/tiny"))
+
+    def come():
+        late = house.front_end()
+        send(late, Ping())
+        told = late.poll(int(DEADLINE_S * 1e3)) and late.recv()
+        loaded.set_result(told)
+
+    with ThreadPoolExecutor(1) as elsewhere:
+        coming = elsewhere.submit(come)
+        told = _awaited(loaded, house.mailbox)
+        coming.result()
+    assert msgspec.msgpack.decode(told, type=EngineMessage) == ModelResolved("/models/tiny")
+
+
+def test_what_could_not_be_loaded_is_raised(house):
+    loading = Future()
+    loading.set_exception(ModelError("no such model"))
+    with pytest.raises(ModelError, match="no such model"):
+        _awaited(loading, house.mailbox)
 
 
 def test_a_request_beyond_the_places_is_refused_and_gives_its_early_work_back(house):

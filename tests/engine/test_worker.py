@@ -8,6 +8,7 @@ from tailrace.types import (
     AbortRequests,
     EngineFatal,
     EngineOutputs,
+    EngineReady,
     InspectKv,
     KvReport,
     ModelResolved,
@@ -153,6 +154,15 @@ def test_the_worker_exits_when_its_parent_does(checkpoint):
         client.wait_ready()
         client.process.stdin.close()
         assert client.process.wait(60) == 1
+
+
+def test_a_worker_whose_parent_dies_while_it_loads_loads_no_further(checkpoint):
+    with WorkerClient(config(checkpoint)) as client:
+        client.wait_for(ModelResolved)
+        client.process.stdin.close()
+        assert client.process.wait(60) == 1
+        while client.socket.poll(100):
+            assert not isinstance(client.receive(), EngineReady)
 
 
 def test_the_socket_is_private(client):

@@ -22,7 +22,7 @@ import httpx
 
 from tailrace.clock import monotonic
 from tailrace.config import Config
-from tailrace.server import serve
+from tailrace.server import listening, serve
 from tailrace.server.services import Services
 from tailrace.telemetry.metrics import Metrics
 from tailrace.telemetry.request_log import RequestLog
@@ -176,7 +176,7 @@ def _start(
         await server.serve(sockets=[listener])
 
     def run() -> None:
-        with asyncio.Runner(loop_factory=serve.loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=listening.loop_factory()) as runner:
             runner.run(main())
 
     thread = threading.Thread(target=run, name="server", daemon=True)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tailrace.config import Config, ServerConfig
-from tailrace.server import serve
+from tailrace.server import listening
 from tailrace.server.api_worker import StopRequests
 from tailrace.server.front_ends import WORKER
 from tailrace.server.orders import Drain, Start
@@ -44,7 +44,7 @@ def test_an_order_and_a_signal_are_one_request(asked, sets):
 def front_end():
     """A front end that listens, while there is no engine; its process and port."""
     with (
-        serve.bind_only("127.0.0.1", 0, is_shared=True) as keeper,
+        listening.bind_only("127.0.0.1", 0, is_shared=True) as keeper,
         subprocess.Popen(
             WORKER, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=os.environ
         ) as process,

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import json
 import os
-import re
 import signal
 import socket
 import time
@@ -15,7 +14,6 @@ import httpx
 import pytest
 
 from tailrace.config import Config, EngineConfig, ServerConfig
-from tailrace.errors import ConfigError
 from tailrace.server import serve
 from tests.server.served import CONTEXT_TOKENS, DEADLINE_S, status_of, streaming
 from tests.support.garbage import is_frozen
@@ -183,34 +181,6 @@ def test_the_model_is_called_as_asked_or_as_its_folder(path, served, name):
         engine=EngineConfig(model_path=path), server=ServerConfig(served_model_name=served)
     )
     assert serve._model_name(config) == name
-
-
-def test_a_bound_port_that_nobody_listens_on_yet_is_taken_once():
-    first = serve.bind("127.0.0.1", 0)
-    with first, pytest.raises(ConfigError, match="Address already in use"):
-        serve.bind("127.0.0.1", first.getsockname()[1])
-
-
-@pytest.mark.parametrize("host", ["203.0.113.1", "no.such.host.invalid", "1.2.3"])
-def test_an_address_that_is_not_ours_is_named(host):
-    with pytest.raises(ConfigError, match=f"cannot listen on {re.escape(host)}:0: "):
-        serve.bind(host, 0)
-
-
-def test_the_default_address_is_loopback():
-    with serve.bind(ServerConfig().host, 0) as listener:
-        assert listener.getsockname()[0] == "127.0.0.1"
-
-
-def test_an_ipv6_address_is_bound_as_such():
-    if not socket.has_ipv6:
-        pytest.skip("this Python has no IPv6")
-    try:
-        listener = serve.bind("::1", 0)
-    except ConfigError as error:
-        pytest.skip(f"this machine has no IPv6: {error}")
-    with listener:
-        assert listener.family is socket.AF_INET6
 
 
 def test_what_a_server_keeps_for_good_is_no_garbage_to_look_through(tiny_folder):

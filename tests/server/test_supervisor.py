@@ -44,6 +44,30 @@ def test_the_order_arrives_on_standard_input_which_stays_open(tmp_path):
     run(main())
 
 
+def test_one_that_was_begun_is_the_first_to_be_launched():
+    async def main():
+        launcher = Launcher(EngineConfig(), command=script("input()"))
+        await launcher.begin()
+        first, second = [await launcher.launch() for _ in range(2)]
+        assert (first.number, second.number, launcher.launched) == (1, 2, 2)
+        assert await first.wait() == await second.wait() == 0
+        launcher.clean()
+
+    run(main())
+
+
+def test_one_that_was_begun_and_never_launched_is_ended():
+    async def main():
+        launcher = Launcher(EngineConfig(), command=script("import time; time.sleep(60)"))
+        await launcher.begin()
+        begun = launcher._begun
+        launcher.clean()
+        assert await begun.wait() == -signal.SIGKILL
+        launcher.clean()
+
+    run(main())
+
+
 def test_our_death_is_the_end_of_its_standard_input():
     async def main():
         launcher = Launcher(EngineConfig(), command=script("import sys; sys.stdin.read()"))

@@ -16,11 +16,11 @@ import os
 import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import structlog
@@ -51,12 +51,16 @@ if TYPE_CHECKING:
     from tailrace.engine.engine import Engine
     from tailrace.types import EngineStats
 
+T = TypeVar("T")
+
 log = structlog.get_logger("tailrace.engine")
 
 # An idle engine wakes so often only to notice that its parent died.
 _IDLE_POLL_MS = 1000
 # An engine that holds its next step looks so often whether the one in flight has ended early.
 _HOLD_POLL_MS = 2
+# One that loads looks so often whether it is done, which nothing wakes it for.
+_LOADING_POLL_MS = 20
 
 
 class LaunchOrder(msgspec.Struct):
@@ -360,13 +364,13 @@ def _build(
     with ThreadPoolExecutor(2, thread_name_prefix="start") as beside:
         if config.gpus:
             beside.submit(open_context, config.gpus[0])
-        folder = executor.submit(setup.resolve, config).result()
+        folder = _awaited(executor.submit(setup.resolve, config), mailbox)
         mailbox.receive()
         mailbox.announce(ModelResolved(str(folder)))
         times.mark("checkpoint")
         grammars = cache(partial(beside.submit, setup.load_grammars, folder))  # once
         loading = executor.submit(setup.load, config, folder, times=times, grammars=grammars)
-        loaded = loading.result()
+        loaded = _awaited(loading, mailbox)
     load_s = time.monotonic() - started_s
     warmup_s = setup.warm_up(config, loaded, executor.submit, times) if config.warmup else 0.0
     engine = setup.make_engine(config, loaded, executor.submit)
@@ -379,6 +383,18 @@ def _build(
     mailbox.receive()
     mailbox.announce(setup.ready(config, loaded, engine, load_s, warmup_s))
     return engine
+
+
+def _awaited(result: Future[T], mailbox: Mailbox) -> T:
+    """Wait on another thread's result; who connects meanwhile is told what was announced.
+
+    A front end may come late: it has things of its own to import. It reads the tokenizer once it
+    knows the folder, which should not wait for the weights.
+    """
+    while not result.done():
+        mailbox.wait(_LOADING_POLL_MS)
+        mailbox.receive()
+    return result.result()
 
 
 def _first_line(descriptor: int) -> bytes:

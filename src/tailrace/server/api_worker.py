@@ -24,7 +24,7 @@ import msgspec
 import structlog
 
 from tailrace.errors import EngineError
-from tailrace.server import serve
+from tailrace.server import listening, serve
 from tailrace.server.borrowed_engine import BorrowedEngine
 from tailrace.server.orders import Drain, EngineDown, EngineUp, Family, Order, Serving, Start
 from tailrace.telemetry.console_log import configure_log
@@ -105,7 +105,7 @@ def main() -> int:
     """Serve until told to stop; return the exit status."""
     # Ctrl-C reaches the whole process group; the watcher decides when we go.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with asyncio.Runner(loop_factory=serve.loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=listening.loop_factory()) as runner:
         return runner.run(_main())
 
 
@@ -118,7 +118,7 @@ async def _main() -> int:
     start = msgspec.json.decode(await orders.readline(), type=Start)
     config = start.config
     configure_log(config.server.log_level)
-    listener = serve.bind(config.server.host, start.port, is_shared=True)
+    listener = listening.bind(config.server.host, start.port, is_shared=True)
     engine = BorrowedEngine(start.identity)
     services, bridge = serve.assemble(config, engine)
     stop = asyncio.Event()

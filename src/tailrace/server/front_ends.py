@@ -29,7 +29,7 @@ import structlog
 
 from tailrace.clock import monotonic
 from tailrace.errors import ConfigError, EngineError
-from tailrace.server import serve
+from tailrace.server import listening, serve
 from tailrace.server.bridge import GRACE_S, HEALTHY_LIFE_S, Bridge
 from tailrace.server.orders import Drain, EngineDown, EngineUp, Family, Serving, Start, Word
 from tailrace.server.supervisor import Launcher
@@ -232,10 +232,10 @@ def run_front_ends(config: Config) -> int:
         )
     host, port = config.server.host, config.server.port
     # A shared port could be another server's, whose clients we would take: ask for it alone first.
-    serve.bind(host, port).close()
+    listening.bind(host, port).close()
     with (
-        serve.bind_only(host, port, is_shared=True) as keeper,
-        asyncio.Runner(loop_factory=serve.loop_factory()) as runner,
+        listening.bind_only(host, port, is_shared=True) as keeper,
+        asyncio.Runner(loop_factory=listening.loop_factory()) as runner,
     ):
         return runner.run(_watch(config, keeper))
 
@@ -248,7 +248,7 @@ async def _watch(config: Config, keeper: socket.socket) -> int:
     front_ends = FrontEnds(config, keeper.getsockname()[1], metrics_folder)
     launcher.front_ends, launcher._ends = front_ends, set()  # noqa: SLF001 -- ours
     bridge = Bridge(launcher, on_resolved=lambda _: None, on_stats=lambda _: None)
-    stop = serve.stop_on_signals(signal.SIGTERM, signal.SIGINT)
+    stop = listening.stop_on_signals(signal.SIGTERM, signal.SIGINT)
     engine = asyncio.create_task(bridge.run())
     watching = asyncio.create_task(front_ends.run(bridge))
     announced = asyncio.create_task(_announce(config, front_ends, bridge, keeper))

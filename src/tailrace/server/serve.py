@@ -1,4 +1,4 @@
-"""`tailrace serve`: the front end's process from its first line to its exit status.
+"""`tailrace serve`: the front end from when it is imported to its exit status.
 
     load text side | engine loads ... | READY | serve | SIGTERM: drain, then stop | status 0
 
@@ -12,8 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import signal
-import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,13 +21,11 @@ import uvicorn
 
 from tailrace.clock import monotonic
 from tailrace.config import DEFAULT_MODEL
-from tailrace.errors import ConfigError, EngineError
+from tailrace.errors import EngineError
 from tailrace.server.app import create_app
 from tailrace.server.bridge import GRACE_S, Bridge
 from tailrace.server.connection import connection_class
 from tailrace.server.services import Services, TextServices
-from tailrace.server.supervisor import Launcher
-from tailrace.telemetry.console_log import configure_log
 from tailrace.telemetry.metrics import Metrics
 from tailrace.telemetry.rates import RateWindow
 from tailrace.telemetry.request_log import RequestLog
@@ -39,15 +35,15 @@ from tailrace.text.tokenizer import Tokenizer
 from tailrace.text.tool_calls import ToolStyle
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Coroutine, Iterator
 
     from tailrace.config import Config
-    from tailrace.server.supervisor import EngineSource
+    from tailrace.server.supervisor import EngineSource, Launcher
     from tailrace.types import EngineReady
 
 log = structlog.get_logger("tailrace.server")
 
-BACKLOG = 2048
 INSISTENT_GRACE_S = 0.2
 """After a second signal."""
 
@@ -60,25 +56,18 @@ class _Server(uvicorn.Server):
         yield
 
 
-def run(config: Config) -> int:
+async def serve(
+    config: Config, listener: socket.socket, launcher: Launcher, stop: asyncio.Event
+) -> int:
     """Serve until told to stop; return the process's exit status.
 
-    Raises:
-        ConfigError: The address cannot be bound.
+    Args:
+        config: All settings.
+        listener: Where clients come from.
+        launcher: Of engines, the first of which it may have begun.
+        stop: Set by signals: see `serve_until`.
     """
-    configure_log(config.server.log_level)
-    if config.server.api_workers > 1:
-        from tailrace.server.front_ends import run_front_ends  # noqa: PLC0415 -- seldom needed
-
-        return run_front_ends(config)
-    listener = bind(config.server.host, config.server.port)
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(_serve(config, listener))
-
-
-async def _serve(config: Config, listener: socket.socket) -> int:
-    services, bridge = assemble(config, Launcher(config.engine))
-    stop = stop_on_signals(signal.SIGTERM, signal.SIGINT)
+    services, bridge = assemble(config, launcher)
 
     async def announce() -> None:
         ready = await bridge.wait_ready()
@@ -227,51 +216,6 @@ async def _drain(services: Services, stop: asyncio.Event) -> None:
     log.info("drained", sequences=services.admission.sequences)
 
 
-def stop_on_signals(*numbers: signal.Signals) -> asyncio.Event:
-    """Return an event that each of these signals sets."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in numbers:
-        loop.add_signal_handler(number, stop.set)
-    return stop
-
-
-def bind(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
-    """Return a socket that listens.
-
-    Args:
-        host: An address of this machine.
-        port: 0 takes a free one.
-        is_shared: Whether others of this user may listen there too, and get their part.
-
-    Raises:
-        ConfigError: The address cannot be bound.
-    """
-    listener = bind_only(host, port, is_shared=is_shared)
-    try:
-        # Here, where a failure is one readable line: with SO_REUSEADDR two may bind, one listens.
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    return listener
-
-
-def bind_only(host: str, port: int, *, is_shared: bool) -> socket.socket:
-    """Return a socket that is bound, to keep a port, and gets no connections. See `bind`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if is_shared:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    return listener
-
-
 def _uvicorn_config(services: Services) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(services),
@@ -284,12 +228,3 @@ def _uvicorn_config(services: Services) -> uvicorn.Config:
         timeout_keep_alive=75,
         timeout_graceful_shutdown=5,
     )
-
-
-def loop_factory() -> type[asyncio.AbstractEventLoop] | None:
-    """Return uvloop's loop where there is one."""
-    try:
-        import uvloop  # noqa: PLC0415 -- not there on every platform
-    except ImportError:
-        return None
-    return uvloop.Loop

@@ -137,8 +137,27 @@ class Launcher:
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="tailrace-")))
     launched: int = 0
     places: int = 0
+    _begun: EngineProcess | None = None
+    """The next to be launched, if it is there already."""
+
+    async def begin(self) -> None:
+        """Start the first one ahead of its launch.
+
+        Raises:
+            EngineError: The command cannot be started.
+        """
+        self._begun = await self._start()
 
     async def launch(self) -> EngineProcess:
+        """Start one, or return the one that was begun.
+
+        Raises:
+            EngineError: The command cannot be started.
+        """
+        begun, self._begun = self._begun, None
+        return begun or await self._start()
+
+    async def _start(self) -> EngineProcess:
         """Start one; its standard input stays open, so that it notices our death.
 
         Raises:
@@ -169,5 +188,8 @@ class Launcher:
         return EngineProcess(process, socket_path, self.launched)
 
     def clean(self) -> None:
-        """Remove the sockets' folder."""
+        """End one that was begun and never launched, and remove the sockets' folder."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
