@@ -370,6 +370,9 @@ def models() -> dict[str, Any]:
         with collecting() as rehearsed:
             runner._rehearse("all")
         kept = set(runner.forward_pass.last_tokens.tolist()) == {7}
+        largest = [
+            _of_the_largest_step(*part, kernels) for part in ((model, None), model.shallow())
+        ]
         torch.use_deterministic_algorithms(False)
         # Tokens that no kernel draws: all are 0.
         with collecting() as wanted, mock.patch.object(torch, "empty", torch.zeros):
@@ -377,6 +380,8 @@ def models() -> dict[str, Any]:
                 generate(runner, make_requests(temperature=temperature))
         said[name] = {
             "kept": kept,
+            "largest": sorted(set(largest[0].values())),
+            "is_found_by_few_layers": largest[0] == largest[1],
             "rehearsed": sorted({order.name for order in rehearsed.orders.values()}),
             "missing": sorted(
                 order.name for key, order in wanted.orders.items() if key not in rehearsed.orders
@@ -384,6 +389,24 @@ def models() -> dict[str, Any]:
             "left": {**rehearsed.left, **wanted.left},
         }
     return said
+
+
+def _of_the_largest_step(model: Any, layers: list[int] | None, kernels: Any) -> dict[str, str]:
+    """Return the names of the kernels that measuring the largest step wants, by their keys."""
+    from tailrace.engine.cuda_setup import measure_step  # noqa: PLC0415 - as above
+
+    with (
+        mock.patch.multiple(
+            torch.cuda,
+            memory_allocated=lambda: 0,
+            max_memory_allocated=lambda: 0,
+            reset_peak_memory_stats=lambda: None,
+            synchronize=lambda: None,
+        ),
+        collecting() as found,
+    ):
+        measure_step(model, kernels, rows=96, sampled=2, context=64, layers=layers)
+    return {key: order.name for key, order in found.orders.items()}
 
 
 def main(*names: str) -> None:

@@ -113,6 +113,8 @@ def test_what_a_runner_rehearses_is_all_that_its_requests_want():
         assert run["kept"], name
         assert run["missing"] == [], name
         assert run["left"] == {}, name
+        assert run["is_found_by_few_layers"], name
+        assert "prefill_kernel" in run["largest"]
         assert {"decode_kernel", "prefill_kernel", "draw_kernel"} < set(run["rehearsed"])
     assert "int4_kernel" in said["awq"]["rehearsed"]
     assert "float8_skinny_kernel" in said["fp8 blocks"]["rehearsed"]

@@ -41,7 +41,7 @@ from tailrace.models.loader import describe_weights, load_model
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from tailrace.config import EngineConfig
@@ -556,20 +556,23 @@ def plan_memory(
         context: Most tokens of a sequence.
         early: Compiles what the step needs, before it is measured.
     """
-    measured = partial(measure_step, model, kernels, sampled=config.max_batch_size, context=context)
     is_apart = why_off(config.phase_overlap, model, kernels.capability) is None
+    sampled = config.max_batch_size
 
-    def steps() -> tuple[int, int]:
+    def steps(model: CausalLM, layers: Sequence[int] | None = None) -> tuple[int, int]:
+        measured = partial(
+            measure_step, model, kernels, sampled=sampled, context=context, layers=layers
+        )
         # What one stream has freed no other gets: decodes' rows lie beside the prompts'.
         most = measured(rows=token_budget)
-        return most, measured(rows=min(config.max_batch_size, token_budget)) if is_apart else 0
+        return most, measured(rows=min(sampled, token_budget)) if is_apart else 0
 
     if early is not None:
         # First of all: cuBLAS's workspaces, which stay, are then counted beside the weights.
-        early.before(steps, since="largest step")
+        early.before(partial(steps, *model.shallow()), since="largest step")
     torch.cuda.empty_cache()
     weights = torch.cuda.memory_allocated()
-    activations, beside = steps()
+    activations, beside = steps(model)
     apart = 0
     if is_apart:
         # So do logits and the joined rows; once in graphs and once out of them.
@@ -612,9 +615,24 @@ def later_bytes(
 
 @torch.inference_mode()
 def measure_step(
-    model: CausalLM, kernels: TritonKernels, *, rows: int, sampled: int, context: int
+    model: CausalLM,
+    kernels: TritonKernels,
+    *,
+    rows: int,
+    sampled: int,
+    context: int,
+    layers: Sequence[int] | None = None,
 ) -> int:
-    """Return the bytes that a step of `rows` prompt tokens takes beside weights and KV."""
+    """Return the bytes that a step of `rows` prompt tokens takes beside weights and KV.
+
+    Args:
+        model: What is run.
+        kernels: The model's.
+        rows: Of prompts.
+        sampled: Most rows that there are logits of.
+        context: Most tokens of a sequence.
+        layers: Which of its layers a shallow model has; None: all.
+    """
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     size = 16
@@ -623,6 +641,7 @@ def measure_step(
     width = -(-int(lengths.max()) // size)
     blocks = width * len(lengths)
     cache = allocate_kv(model, blocks, size, kernels.dtype, kernels.device)
+    caches = cache if layers is None else [cache[index] for index in layers]
     pool = torch.cuda.memory_allocated() - before
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     shape = kernels.prefill_shape(model.config.head_dim, int(lengths.max()))
@@ -646,13 +665,13 @@ def measure_step(
         shape=shape,
     )
     ids = torch.zeros(rows, dtype=torch.int64, device=kernels.device)
-    hidden = model.forward(ids, batch, cache)
+    hidden = model.forward(ids, batch, caches)
     logits = model.logits(hidden[:sampled])
     # A step that is asked for log-probabilities copies logits and what it makes of them.
     copies = torch.empty(3, *logits.shape, dtype=torch.float32, device=kernels.device)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before - pool
-    del hidden, logits, copies, cache
+    del hidden, logits, copies, cache, caches
     return peak
 
 
