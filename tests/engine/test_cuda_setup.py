@@ -1,5 +1,9 @@
 """What is given up, in which order, where a GPU's memory is short; on a device made of lists."""
 
+import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,3 +122,24 @@ def test_kernels_are_compiled_ahead_on_a_gpu_alone(device, monkeypatch):
         assert told == ["expected", "weights", Early, "closed"]
     else:
         assert told == ["weights", type(None), "closed"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("process", ["engine.cuda_setup", "kernels.compile_worker"])
+def test_a_start_imports_nothing_that_serving_does_without(process):
+    """Each takes a second or more; torch brings them where something asks for a compilation."""
+    unwanted = {
+        "IPython", "datasets", "matplotlib", "networkx", "pandas", "scipy", "sympy",
+        "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.onnx.ops",
+        "torch.utils.tensorboard", "torchvision", "transformers",
+    }  # fmt: skip
+    script = (
+        "import sys, tailrace.engine.setup\n"
+        f"import tailrace.{process}, tailrace.kernels.triton_kernels\n"
+        f"print(*sorted({unwanted} & set(sys.modules)))"
+    )
+    environment = {name: os.environ[name] for name in os.environ if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment
+    )
+    assert run.stdout.split() == []

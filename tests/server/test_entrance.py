@@ -39,6 +39,16 @@ def test_what_takes_long_to_import_is_not_there_when_the_engine_is_begun():
     assert run.stderr.strip() == ""
 
 
+def test_no_front_end_imports_what_only_engines_need():
+    script = (
+        "import sys, tailrace.cli, tailrace.server.serve, tailrace.server.front_ends\n"
+        "unwanted = {'torch', 'triton', 'transformers', 'sympy', 'scipy', 'pandas'}\n"
+        "print(*sorted(unwanted & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == []
+
+
 def test_the_front_end_serves_with_what_was_begun(monkeypatch):
     told = []
 
