@@ -196,3 +196,19 @@ def test_a_child_that_dies_takes_one_kernel_with_it(monkeypatch):
     os.close(numbers)
     assert indices == [0, 2, 3]
     assert sorted(statuses) == [0, 7]
+
+
+def test_a_worker_that_still_imports_gets_more_orders_than_a_pipe_holds():
+    """And one that ends before it has read them holds nobody up."""
+    script = "import sys, time; time.sleep(1); print(len(sys.stdin.buffer.read()))"
+    done = []
+    early = EarlyCompile(
+        (sys.executable, "-c", script), timeout_s=60, meanwhile=lambda: done.append("read")
+    )
+    lines = b"x" * 1_000_000
+    worker = early._start()
+    assert early._answered(worker, lines) == b"1000000\n"
+    assert done == ["read"]
+    gone = EarlyCompile((sys.executable, "-c", ""), meanwhile=lambda: done.append("read"))
+    assert gone._answered(gone._start(), lines) == b""
+    assert done == ["read", "read"]

@@ -33,6 +33,7 @@ from tailrace.kernels.compile_worker import MOST_ORDERS, Batch, Compiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from typing import IO
 
 log = structlog.get_logger("tailrace.kernels")
 
@@ -258,9 +259,12 @@ class EarlyCompile:
             subprocess.TimeoutExpired: It takes too long.
         """
         if self._meanwhile is not None:
-            # What begins now may hold the interpreter, so the orders have to be on their way.
-            with suppress(subprocess.TimeoutExpired):
-                return worker.communicate(lines, timeout=_SENDING_S)[0]
+            # What begins now may hold the interpreter, so the orders have to be on their way; all
+            # of them, while the worker imports, are more than a pipe holds.
+            sender = Thread(target=_send, args=(worker.stdin, lines), daemon=True)
+            worker.stdin = None  # the thread's
+            sender.start()
+            sender.join(_SENDING_S)
             self._meanwhile()
             return worker.communicate(timeout=self._timeout_s)[0]
         return worker.communicate(lines, timeout=self._timeout_s)[0]
@@ -268,6 +272,12 @@ class EarlyCompile:
     def _start(self) -> subprocess.Popen[bytes] | None:
         """Start a worker; None: it cannot be."""
         return compile_process.begin(self._command, self._cores)
+
+
+def _send(pipe: IO[bytes], lines: bytes) -> None:
+    """Write all lines to a worker and close its pipe, unless it ends before."""
+    with suppress(BrokenPipeError), pipe:
+        pipe.write(lines)
 
 
 def _answers(output: bytes, count: int) -> list[Compiled]:
