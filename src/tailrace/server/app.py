@@ -68,7 +68,8 @@ def create_app(services: Services) -> Callable[[Scope, Receive, Send], Awaitable
                 log.exception("request_failed", path=request.path, request_id=request.request_id)
                 error = RequestError("the server failed at this request", status=500)
             services.metrics.count_error(error.status, error.code)
-            request.failure = error
+            # Not itself: its traceback leads back to the request.
+            request.failure = RequestError(error.message, status=error.status, code=error.code)
             await _answer_error(request, error)
         finally:
             if not request.has_account and _asks_for_text(request):

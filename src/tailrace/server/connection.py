@@ -20,6 +20,7 @@ close with bytes unread is a reset, and many clients would see that in place of 
 from __future__ import annotations
 
 import select
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import httptools
@@ -129,6 +130,11 @@ class Connection(HttpToolsProtocol):
         if left is not None:
             left()
         super().connection_lost(exc)
+        # They lead back here: in a circle all would stay until the collector comes.
+        self._extensions = {}
+        self._running = None
+        self.cycle = None  # type: ignore[assignment]  # as before the first request
+        self.scope = None  # type: ignore[assignment]
 
     def resume_writing(self) -> None:
         """The kernel has taken what waited."""
@@ -402,13 +408,16 @@ class _GentleTransport:
 
     def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
         self._connection = connection
-        self._cycle = cycle
+        # It holds this one: a circle would keep all of the request until the collector comes.
+        self._cycle = weakref.ref(cycle)
         self.write = connection.transport.write
         self.is_closing = connection.transport.is_closing
 
     def close(self) -> None:
         """See `Connection.close_after`."""
-        self._connection.close_after(self._cycle)
+        cycle = self._cycle()
+        if cycle is not None:
+            self._connection.close_after(cycle)
 
 
 def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:

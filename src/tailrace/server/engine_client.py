@@ -68,6 +68,10 @@ class OutputQueue:
         if self._outputs:
             listener()
 
+    def ignore(self) -> None:
+        """Forget the listener, and what it holds."""
+        self._listener = None
+
 
 LastWord = Callable[[str, "TokenOutput | None"], None]
 """Takes a request's id and its last output."""

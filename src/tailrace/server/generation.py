@@ -263,6 +263,8 @@ class Generation:
         self.times.finished_s = self.clock()
         self.finish_reason = reason or self.finish_reason
         self._abort([m for m in self._members if not m.choice.is_finished])
+        for member in self._members:
+            member.queue.ignore()  # whose listener leads back here
 
     def when_told(self, then: Callable[[], None]) -> None:
         """Call `then` once the engine has had its last word of what was aborted, or is gone."""

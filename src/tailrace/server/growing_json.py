@@ -73,7 +73,8 @@ class GrowingJson:
         self._wants = wants
         self._open: list[_Container] = []
         self._rest = b""
-        self._read: Callable[[bytes, int], int | None] = self._read_structure
+        # Of the class: bound ones would make it garbage that only the collector finds.
+        self._read: Callable[[GrowingJson, bytes, int], int | None] = GrowingJson._read_structure
         self._place: Place = ()
         self._is_first = False
         self._steps = 0
@@ -94,7 +95,7 @@ class GrowingJson:
         try:
             while at is not None and at < len(data):
                 self._rest = b""
-                at = self._read(data, at)
+                at = self._read(self, data, at)
         except (_Broken, ValueError, msgspec.DecodeError):  # ValueError: no UTF-8
             self.is_over = True
         pieces, self._pieces = self._pieces, []
@@ -155,11 +156,12 @@ class GrowingJson:
 
     def _begin_string(self, top: _Container) -> None:
         if top.awaits_key:
-            self._read = self._read_key
+            self._read = GrowingJson._read_key
             return
         self._place = tuple(container.step for container in self._open)
         self._is_first = True
-        self._read = self._read_wanted if self._wants(self._place) else self._read_unwanted
+        is_wanted = self._wants(self._place)
+        self._read = GrowingJson._read_wanted if is_wanted else GrowingJson._read_unwanted
 
     def _read_key(self, data: bytes, at: int) -> int | None:
         end = self._string_end(data, at)
@@ -172,7 +174,7 @@ class GrowingJson:
         if len(self._open) == 1:
             (self.repeated if key in self.keys else self.keys).add(key)
         self._open[-1].awaits_key = False
-        self._read = self._read_structure
+        self._read = GrowingJson._read_structure
         return end + 1
 
     def _read_unwanted(self, data: bytes, at: int) -> int | None:
@@ -215,7 +217,7 @@ class GrowingJson:
 
     def _end_string(self) -> None:
         self._next_item()
-        self._read = self._read_structure
+        self._read = GrowingJson._read_structure
 
 
 def _unescaped(raw: bytes) -> str:

@@ -263,20 +263,22 @@ class Request:
     def end(self) -> None:
         """Say that nothing more is sent: who asked is told, once the kernel has all of it."""
         self.looks_itself()
-        told = self._at_end
-        if told is None:
-            return
         if self._delivered_s is not None:
-            told(self._delivered_s)
+            self._tell_end(self._delivered_s)
         elif self.timeline.is_complete:
             self._awaits_delivery = True
         else:  # cut off: there is nothing to wait for
-            told(monotonic())
+            self._tell_end(monotonic())
 
     def _note_delivery(self, at_s: float) -> None:
         self._delivered_s = at_s
-        if self._awaits_delivery and self._at_end is not None:
-            self._at_end(at_s)
+        if self._awaits_delivery:
+            self._tell_end(at_s)
+
+    def _tell_end(self, at_s: float) -> None:
+        told, self._at_end = self._at_end, None  # which leads back here
+        if told is not None:
+            told(at_s)
 
     async def _send_part(self, message: Message) -> None:
         self.timeline.send_began()
