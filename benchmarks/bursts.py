@@ -1,7 +1,7 @@
 """How a step's tokens reach their clients: when the last does, and how steady places are.
 
     python benchmarks/bursts.py --streams 128 --step-ms 25 --rounds 4
-    python benchmarks/bursts.py --against /tmp/before/src      two trees of sources, in turns
+    python benchmarks/bursts.py --against /tmp/before      two checkouts of the repository, in turns
 
 The front end and the engine process of front_end.py: all that serves but the device. The engine
 stamps each step's message when it is sent, this process each chunk when it is read, in a loop that
@@ -33,7 +33,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1]
 TOKENS = (64, 256)
 """Of a request, from and to."""
 WARM_S = 2.0
@@ -59,9 +59,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--route", choices=["completions", "chat"], default="completions")
-    parser.add_argument("--against", type=Path, help="another tree's src, measured in turns")
+    parser.add_argument("--against", type=Path, help="another checkout, measured in turns")
     options = parser.parse_args()
-    trees = [HERE.parent / "src", *([options.against] if options.against else [])]
+    trees = [HERE, *([options.against.resolve()] if options.against else [])]
     print(f"{'tree':<28}{'steps':>14}{'gaps':>14}{'last':>14}{'shift':>14}{'us':>10}")
     for round_ in range(options.rounds):
         for tree in trees if round_ % 2 == 0 else reversed(trees):
@@ -79,16 +79,17 @@ def show(name: str, run: Run) -> None:
 
 @contextlib.contextmanager
 def serving(tree: Path, step_ms: float):  # noqa: ANN201
-    """Run a tree's front end and engine; yield the process, its port and the file of stamps."""
+    """Run a checkout's front end and engine; yield the process, its port and the file of stamps."""
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
         free.close()
         stamps = Path(folder) / "stamps"
         process = subprocess.Popen(
-            [sys.executable, str(HERE / "front_end.py"), "--serve", "--step-ms", str(step_ms)],
+            [sys.executable, "benchmarks/front_end.py", "--serve", "--step-ms", str(step_ms)],
+            cwd=tree,
             env=os.environ
             | {
-                "PYTHONPATH": str(tree),
+                "PYTHONPATH": str(tree / "src"),
                 "FRONT_END_PORT": str(port),
                 "FRONT_END_STAMPS": str(stamps),
             },

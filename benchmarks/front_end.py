@@ -43,13 +43,13 @@ def serve(step_ms: float) -> int:
     from functools import partial
 
     from tailrace import config
-    from tailrace.server import serve as server
+    from tailrace.server import entrance
     from tailrace.server.supervisor import Launcher
 
     os.environ["FRONT_END_STEP_MS"] = str(step_ms)
-    server.Launcher = partial(Launcher, command=(sys.executable, __file__, "--worker"))
+    entrance.Launcher = partial(Launcher, command=(sys.executable, __file__, "--worker"))
     loaded = config.load({"port": int(os.environ["FRONT_END_PORT"]), "max_batch_size": 256})
-    return server.run(loaded)
+    return entrance.run(loaded)
 
 
 def work() -> int:
