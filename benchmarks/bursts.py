@@ -34,8 +34,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
-TOKENS = (64, 256)
-"""Of a request, from and to."""
 WARM_S = 2.0
 
 
@@ -57,6 +55,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=128)
     parser.add_argument("--step-ms", type=float, default=25.0)
     parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument(
+        "--tokens", type=int, nargs=2, default=[64, 256], help="of a request, from and to"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--route", choices=["completions", "chat"], default="completions")
     parser.add_argument("--against", type=Path, help="another checkout, measured in turns")
@@ -164,6 +165,7 @@ class Clients:
         self.chunks: list[tuple[float, int, int]] = []
         self._draw = random.Random(1)
         self._route = options.route
+        self._tokens = options.tokens
         self._selector = selectors.EpollSelector()
         self._numbers = [0] * options.streams
         for stream in range(options.streams):
@@ -196,7 +198,7 @@ class Clients:
             if self._route == "completions"
             else {"messages": [{"role": "user", "content": text}]}
         )
-        asked |= {"max_tokens": self._draw.randint(*TOKENS), "stream": True, "temperature": 0}
+        asked |= {"max_tokens": self._draw.randint(*self._tokens), "stream": True, "temperature": 0}
         body = json.dumps(asked).encode()
         path = "/v1/completions" if self._route == "completions" else "/v1/chat/completions"
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
