@@ -28,7 +28,12 @@ STREAM = {"stream": True}
 
 @pytest.fixture(scope="module")
 def app(tiny_folder):
-    with running_app(tiny_folder, {"held": Script("abcdef", pause_after=3)}) as app:
+    scripts = {
+        "held": Script("abcdef", pause_after=3),
+        "fails": Script("abcdef", error_after=0),
+        "fails late": Script("abcdef", error_after=2),
+    }
+    with running_app(tiny_folder, scripts) as app:
         yield app
 
 
@@ -70,6 +75,10 @@ def sent(path, body):
         ("/v1/completions", PROMPT, 200),
         ("/v1/completions", PROMPT | STREAM | {"n": 2}, 200),
         ("/v1/completions", PROMPT | {"max_tokens": -1}, 400),
+        ("/v1/completions", {"prompt": "fails"}, 500),
+        ("/v1/completions", {"prompt": "fails"} | STREAM, 500),
+        ("/v1/completions", {"prompt": "fails late"} | STREAM, 200),
+        ("/v1/completions", {"prompt": ["fails", "Hi"]}, 500),
         ("/v1/chat/completions", CHAT | STREAM, 200),
         ("/v1/messages", CHAT | STREAM, 200),
         ("/v1/responses", {"model": "tiny", "input": "Hi", "stream": True}, 200),
@@ -77,7 +86,10 @@ def sent(path, body):
         ("/tokenize", {"prompt": "Hi"}, 200),
         ("/nowhere", {}, 404),
     ],
-    ids=["whole", "stream", "refused", "chat", "messages", "responses", "raw", "text", "nowhere"],
+    ids=[
+        *("whole", "stream", "refused", "failed", "stream failed", "stream fails", "one fails"),
+        *("chat", "messages", "responses", "raw", "text", "nowhere"),
+    ],
 )
 def test_an_answered_request_is_freed_with_its_connection(app, path, body, status):
     head, data = sent(path, body)

@@ -255,6 +255,7 @@ async def _write(
     except RequestError as error:
         generation.close("error")
         await request.finish(form.failure(error))
+        error.__traceback__ = None  # leads to the feed that keeps the error, in a circle
     else:
         generation.close()
         await request.finish(form.closing(generation))

@@ -71,6 +71,7 @@ def create_app(services: Services) -> Callable[[Scope, Receive, Send], Awaitable
             # Not itself: its traceback leads back to the request.
             request.failure = RequestError(error.message, status=error.status, code=error.code)
             await _answer_error(request, error)
+            error.__traceback__ = None  # leads to the tasks that keep the error, in a circle
         finally:
             if not request.has_account and _asks_for_text(request):
                 request.at_end(lambda end_s: keep_refusal(services, request, end_s))
