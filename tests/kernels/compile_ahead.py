@@ -172,7 +172,8 @@ def attention_cases(
                 decode_kernel,
                 {
                     **UNIT_STRIDES, **known, "PADDED": 16, "BLOCK_N": decode.block_n,
-                    "SPLIT": decode.split, "IN_TURN": in_turn, **decodes.constants,
+                    "SPLIT": decode.split, "IN_TURN": in_turn, "PARTS": decode.parts,
+                    **decodes.constants,
                     "COMPILED": True,
                 },
                 decode.num_warps,
