@@ -172,8 +172,7 @@ def attention_cases(
                 decode_kernel,
                 {
                     **UNIT_STRIDES, **known, "PADDED": 16, "BLOCK_N": decode.block_n,
-                    "SPLIT": decode.split, "IN_TURN": in_turn, "PARTS": decode.parts,
-                    **decodes.constants,
+                    "SPLIT": decode.split, "IN_TURN": in_turn, **decodes.constants,
                     "COMPILED": True,
                 },
                 decode.num_warps,

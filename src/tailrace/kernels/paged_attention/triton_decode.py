@@ -46,14 +46,11 @@ class DecodeShape:
     block_n: int
     num_warps: int
     num_stages: int
-    parts: int = 1
-    """Of a tile's keys: as many as warps, and each warp goes through its own without the others."""
 
     @property
     def words(self) -> str:
         """Its name in a plan."""
-        apart = ", each for itself" if self.parts > 1 else ""
-        return f"{self.block_n} keys, {self.num_warps} warps{apart}, {self.num_stages} stages"
+        return f"{self.block_n} keys, {self.num_warps} warps, {self.num_stages} stages"
 
 
 @triton.jit
@@ -87,7 +84,6 @@ def decode_kernel(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
     IN_TURN: tl.constexpr,
-    PARTS: tl.constexpr,
     IN_FLOAT16: tl.constexpr,
     PAIRED: tl.constexpr,
     COMPILED: tl.constexpr,
@@ -124,19 +120,29 @@ def decode_kernel(
     step = tl.num_programs(1) if IN_TURN else 1
     # What is the same in each turn is cheaper to compute again than to keep in registers.
     for split in tl.range(first, end, step, disable_licm=True):
-        begin, stop = split * SPLIT, tl.minimum((split + 1) * SPLIT, kv_len)
-        if PARTS > 1:
-            acc, lse = _attended_apart(
-                q_ptr, k_cache, v_cache, tables, begin, stop, scale_log2,
-                stride_kb, stride_kt, stride_kd, stride_vb, stride_vt, stride_vd,
-                GROUP, PADDED, UNIT, HEAD_DIM, BLOCK_N, PARTS, IN_FLOAT16, PAIRED, COMPILED,
-            )  # fmt: skip
-        else:
-            acc, lse = _attended(
-                q_ptr, k_cache, v_cache, tables, begin, stop, scale_log2,
-                stride_kb, stride_kt, stride_kd, stride_vb, stride_vt, stride_vd,
-                GROUP, PADDED, UNIT, HEAD_DIM, BLOCK_N, IN_FLOAT16, PAIRED, COMPILED,
-            )  # fmt: skip
+        acc, lse = _attended(
+            q_ptr,
+            k_cache,
+            v_cache,
+            tables,
+            split * SPLIT,
+            tl.minimum((split + 1) * SPLIT, kv_len),
+            scale_log2,
+            stride_kb,
+            stride_kt,
+            stride_kd,
+            stride_vb,
+            stride_vt,
+            stride_vd,
+            GROUP,
+            PADDED,
+            UNIT,
+            HEAD_DIM,
+            BLOCK_N,
+            IN_FLOAT16,
+            PAIRED,
+            COMPILED,
+        )
         if count <= 1:
             tl.store(out, (acc * v_scale).to(out_ptr.dtype.element_ty), mask=is_member[:, None])
         else:
@@ -223,97 +229,6 @@ def _attended(
         acc = tl.interleave(acc, odd_acc)
     total = tl.where(low < high, total, 1.0)  # a padded row's zeros flow on through the layers
     return acc / total[:, None], peak + tl.log2(total)
-
-
-@triton.jit
-def _attended_apart(
-    q_ptr,
-    k_cache,
-    v_cache,
-    table,
-    low,
-    high,
-    scale_log2,
-    stride_kb,
-    stride_kt,
-    stride_kd,
-    stride_vb,
-    stride_vt,
-    stride_vd,
-    GROUP: tl.constexpr,
-    PADDED: tl.constexpr,
-    UNIT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PARTS: tl.constexpr,
-    IN_FLOAT16: tl.constexpr,
-    PAIRED: tl.constexpr,
-    COMPILED: tl.constexpr,
-):
-    """Return attention over the keys from low to high, and the base 2 log of its weights' sum.
-
-    Of a tile each part is some keys, and has sums of its own until the end.
-    """
-    members = tl.arange(0, PADDED)
-    LANES: tl.constexpr = HEAD_DIM // 2 if PAIRED else HEAD_DIM
-    lanes = tl.arange(0, LANES)
-    places = (members * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
-    KEYS: tl.constexpr = BLOCK_N // PARTS
-    keys = tl.arange(0, PARTS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
-    acc = tl.zeros([PARTS, PADDED, LANES], tl.float32)
-    q = tl.load(q_ptr + places, mask=(members < GROUP)[:, None], other=0.0)
-    if IN_FLOAT16:
-        q, down = in_float16(q)
-        scale_log2 = (scale_log2 * down)[None, :, None]
-    odd_q, odd_acc = q, acc
-    if PAIRED:
-        q, odd_q = tl.split(q.reshape(PADDED, LANES, 2))
-    q = q[None, :, :].broadcast_to(PARTS, PADDED, LANES)
-    odd_q = odd_q[None, :, :].broadcast_to(PARTS, PADDED, LANES)
-    peak = tl.full([PARTS, PADDED], float("-inf"), tl.float32)
-    total = tl.zeros([PARTS, PADDED], tl.float32)
-    for start in range(low, high, BLOCK_N):
-        columns = start + keys
-        is_key = columns < high
-        units = tl.load(table + columns // UNIT, mask=is_key, other=0).to(tl.int64)
-        k_rows = units * stride_kb + (columns % UNIT) * stride_kt
-        v_rows = units * stride_vb + (columns % UNIT) * stride_vt
-        # Slots never written may hold NaN, and 0 x NaN is NaN: they are not even read.
-        k = tl.load(
-            k_cache + k_rows[:, None, :] + (lanes * stride_kd)[None, :, None],
-            mask=is_key[:, None, :],
-            other=0.0,
-        )
-        v = tl.load(
-            v_cache + v_rows[:, :, None] + (lanes * stride_vd)[None, None, :],
-            mask=is_key[:, :, None],
-            other=0.0,
-        )
-        scores = multiplied(q, odd_q, k, PAIRED, COMPILED) * scale_log2
-        scores = tl.where(is_key[:, None, :], scores, float("-inf"))
-        highest = tl.max(scores, 2)
-        if IN_FLOAT16:
-            highest -= RAISED
-        higher = tl.maximum(peak, highest)
-        base = _finite(higher)
-        weights = tl.exp2(scores - base[:, :, None])
-        rescale = tl.exp2(peak - base)
-        total = total * rescale + tl.sum(weights, 2)
-        acc, odd_acc = accumulated(acc, odd_acc, rescale, weights, v, q.dtype, PAIRED, COMPILED)
-        peak = higher
-    if PAIRED:
-        acc = tl.interleave(acc, odd_acc)
-    highest = tl.max(peak, 0)
-    share = tl.exp2(peak - _finite(highest)[None, :])
-    # A padded row's zeros flow on through the layers.
-    total = tl.where(low < high, tl.sum(total * share, 0), 1.0)
-    return tl.sum(acc * share[:, :, None], 0) / total[:, None], highest + tl.log2(total)
-
-
-@triton.jit
-def _finite(peak):
-    """Return peaks from which scores are told: 0 where a part has had no key yet."""
-    return tl.where(peak == float("-inf"), 0.0, peak)
 
 
 @triton.jit
@@ -459,7 +374,6 @@ def decode(
         BLOCK_N=shape.block_n,
         SPLIT=shape.split,
         IN_TURN=sharers < scratch.max_splits,
-        PARTS=shape.parts,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         COMPILED=q_BHD.is_cuda,

@@ -201,14 +201,15 @@ def accumulated(
         PAIRED: Whether by pairs.
         COMPILED: False in the interpreter.
     """
-    rescale = tl.expand_dims(rescale, -1)
     if PAIRED:
         v, odd_v = parted(v, COMPILED)
         weights = weights.to(DTYPE)
-        acc = tl.dot(weights, v, acc * rescale)
-        odd_acc = tl.dot(weights, odd_v, odd_acc * rescale)
+        acc = tl.dot(weights, v, acc * rescale[:, None])
+        odd_acc = tl.dot(weights, odd_v, odd_acc * rescale[:, None])
     else:
-        acc = acc * rescale + tl.dot(weights.to(DTYPE), v.to(DTYPE), input_precision="ieee")
+        acc = acc * rescale[:, None] + tl.dot(
+            weights.to(DTYPE), v.to(DTYPE), input_precision="ieee"
+        )
     return acc, odd_acc
 
 
