@@ -147,3 +147,25 @@ def test_over_a_socket_an_answer_that_cannot_be_written_is_one_clients_affair(
         app.settle()
         assert app.engine.open_requests == 0
         assert app.services.admission.sequences == 0
+
+
+def test_over_a_socket_an_end_that_cannot_be_written_is_no_whole_answer(tiny_folder, monkeypatch):
+    """The engine is done with it in the same turn; that must not hide what went wrong."""
+    event = GenerateFormat.event
+
+    def breaks(self, piece):
+        if piece.finish_reason is not None:
+            raise ValueError("no event of this")
+        return event(self, piece)
+
+    monkeypatch.setattr(GenerateFormat, "event", breaks)
+    with running_app(tiny_folder, {"bad": Script("abc")}) as app:
+        body = b'{"prompt":"bad","stream":true,"max_tokens":9}'
+        bad = app.raw(
+            b"POST /generate HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+            % len(body)
+            + body
+        )
+        assert bad.count(b"data: ") == len("abc")
+        assert b"[DONE]" not in bad
+        assert not bad.endswith(b"0\r\n\r\n")  # the last chunk, as of a whole answer

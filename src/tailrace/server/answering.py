@@ -197,11 +197,14 @@ class _Feed:
         """Take all that has come, and write it as far as the client takes it."""
         if self.ended.done():
             return  # and what went wrong is not to be followed by more
+        ends: list[Exception | None] = []
         try:
-            self._generation.drain(self.take, self.end)
+            self._generation.drain(self.take, ends.append)
             self._emitter.write_pending()
         except Exception as error:  # noqa: BLE001 -- the caller serves the other streams too
-            self.end(error)
+            ends.append(error)
+        if ends:  # only now: a last piece that cannot be written is no good end
+            self.end(next((error for error in ends if error is not None), None))
 
     def take(self, piece: Piece) -> None:
         """Pass a piece on.
