@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from tailrace.clock import VirtualClock
+from tailrace.engine import worker
 from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.engine import Engine
 from tailrace.engine.scheduler import Scheduler
@@ -19,6 +20,7 @@ from tailrace.engine.worker import Mailbox, Worker, _awaited
 from tailrace.errors import ModelError
 from tailrace.types import (
     AbortRequests,
+    EngineFatal,
     EngineMessage,
     EngineOutputs,
     ForgetFrontend,
@@ -153,6 +155,33 @@ def test_what_could_not_be_loaded_is_raised(house):
     loading.set_exception(ModelError("no such model"))
     with pytest.raises(ModelError, match="no such model"):
         _awaited(loading, house.mailbox)
+
+
+def test_who_comes_long_after_a_start_has_failed_is_told_why(house, monkeypatch):
+    """A front end has things of its own to import, from a cold disk for many seconds."""
+    monkeypatch.setattr(worker, "_IDLE_POLL_MS", 20)
+    monkeypatch.setattr(house.mailbox, "close", lambda: None)
+
+    def come():
+        time.sleep(0.3)
+        late = house.front_end()
+        send(late, Ping())
+        return late.poll(int(DEADLINE_S * 1e3)) and late.recv()
+
+    with ThreadPoolExecutor(1) as elsewhere:
+        coming = elsewhere.submit(come)
+        worker._announce_fatal(house.mailbox, ModelError("no such model"))
+        assert house.mailbox.has_company
+        told = coming.result()
+    assert msgspec.msgpack.decode(told, type=EngineMessage) == EngineFatal("no such model")
+
+
+def test_an_engine_that_nobody_asks_why_it_failed_ends_all_the_same(house, monkeypatch):
+    monkeypatch.setattr(worker, "_IDLE_POLL_MS", 20)
+    monkeypatch.setattr(worker, "_HEARING_S", 0.1)
+    monkeypatch.setattr(house.mailbox, "close", lambda: None)
+    worker._announce_fatal(house.mailbox, ModelError("no such model"))
+    assert not house.mailbox.has_company
 
 
 def test_a_request_beyond_the_places_is_refused_and_gives_its_early_work_back(house):

@@ -61,6 +61,8 @@ _IDLE_POLL_MS = 1000
 _HOLD_POLL_MS = 2
 # One that loads looks so often whether it is done, which nothing wakes it for.
 _LOADING_POLL_MS = 20
+# One that has failed waits so long for somebody to tell it to: front ends import for seconds.
+_HEARING_S = 60.0
 
 
 class LaunchOrder(msgspec.Struct):
@@ -107,6 +109,11 @@ class Mailbox:
         self._forgotten: set[str] = set()
         self._announced: list[EngineMessage] = []
         self.undecodable_total = 0
+
+    @property
+    def has_company(self) -> bool:
+        """Whether any front end is known."""
+        return bool(self._frontends)
 
     def announce(self, message: EngineMessage) -> None:
         """Tell every front end, those that will come later included."""
@@ -345,8 +352,12 @@ def _announce_fatal(mailbox: Mailbox, error: Exception) -> None:
     text = str(error) if isinstance(error, TailraceError) else f"{type(error).__name__}: {error}"
     mailbox.receive()
     mailbox.announce(EngineFatal(text))
-    mailbox.wait(_IDLE_POLL_MS)  # a front end that connects only now is told too
-    mailbox.receive()
+    give_up_s = monotonic() + _HEARING_S
+    while True:
+        mailbox.wait(_IDLE_POLL_MS)  # a front end that connects only now is told too
+        mailbox.receive()
+        if mailbox.has_company or monotonic() > give_up_s:
+            break
     mailbox.close()
 
 
