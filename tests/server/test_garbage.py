@@ -6,6 +6,8 @@ a second, in which no stream was written.
 
 import gc
 import json
+import socket
+import struct
 import time
 from contextlib import contextmanager
 
@@ -17,6 +19,7 @@ from tailrace.server.emitter import Emitter
 from tailrace.server.generation import Generation
 from tailrace.server.growing_json import GrowingJson
 from tailrace.server.http import Request
+from tailrace.server.routes_generate import GenerateFormat
 from tests.server.fake_engine import Script
 from tests.server.running_app import running_app
 
@@ -113,4 +116,34 @@ def test_a_request_whose_client_leaves_midway_is_freed(app):
             received = b""
             while b"data: " not in received:
                 received += connection.recv(65536)
+        wait_until(lambda: not alive_but(known))
+
+
+def test_a_connection_that_is_reset_between_requests_is_freed(app):
+    head, data = sent("/v1/completions", PROMPT)
+    with collecting_nothing():
+        known = ids_alive()
+        with app.connect() as connection:
+            connection.sendall(head + b"\r\n" + data)
+            received = b""
+            while b'"usage"' not in received:
+                received += connection.recv(65536)
+            app.settle()
+            # No end but a reset, as of a proxy that has had enough.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        wait_until(lambda: not alive_but(known))
+
+
+def test_a_request_at_which_the_server_fails_is_freed(app, monkeypatch):
+    def breaks(self, piece):
+        raise ValueError("no event of this")
+
+    monkeypatch.setattr(GenerateFormat, "event", breaks)
+    head, data = sent("/generate", PROMPT | STREAM)
+    app.raw(head + b"connection: close\r\n\r\n" + data)
+    app.settle()
+    with collecting_nothing():
+        known = ids_alive()
+        app.raw(head + b"connection: close\r\n\r\n" + data)
+        app.settle()
         wait_until(lambda: not alive_but(known))

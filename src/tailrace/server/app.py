@@ -64,13 +64,16 @@ def create_app(services: Services) -> Callable[[Scope, Receive, Send], Awaitable
                 raise  # the server ends
             log.debug("client_gone", path=request.path, request_id=request.request_id)
         except Exception as error:  # one request's failure must not become the connection's
-            if not isinstance(error, RequestError):
+            failure = error if isinstance(error, RequestError) else None
+            if failure is None:
                 log.exception("request_failed", path=request.path, request_id=request.request_id)
-                error = RequestError("the server failed at this request", status=500)
-            services.metrics.count_error(error.status, error.code)
+                failure = RequestError("the server failed at this request", status=500)
+            services.metrics.count_error(failure.status, failure.code)
             # Not itself: its traceback leads back to the request.
-            request.failure = RequestError(error.message, status=error.status, code=error.code)
-            await _answer_error(request, error)
+            request.failure = RequestError(
+                failure.message, status=failure.status, code=failure.code
+            )
+            await _answer_error(request, failure)
             error.__traceback__ = None  # leads to the tasks that keep the error, in a circle
         finally:
             if not request.has_account and _asks_for_text(request):

@@ -118,6 +118,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the deadlines."""
         self._end_head()
+        self._unset_keepalive_if_required()  # uvicorn forgets it at a reset
         for timer in (self._delivery_timer, self._linger_timer, self._look_timer):
             if timer is not None:
                 timer.cancel()
