@@ -5,9 +5,10 @@
 
 Both servers are started with dummy weights and less than half of the memory each, prefix caches
 off unless --prefix-cache, and stay up; every cell is then measured A B A: the first arm comes again
-last, as a check for drift. Requests are of exact lengths, the same for both, and greedy unless
---temperature says otherwise. The servers' metrics and the GPU's (NVML) are read beside every trial;
-the whole of our /metrics after each arm of ours lies in metrics.txt.
+last, as a check for drift (where caches are on it would find its prompts in them). Requests are of
+exact lengths, the same for both, and greedy unless --temperature says otherwise. The servers'
+metrics and the GPU's (NVML) are read beside every trial; the whole of our /metrics after each arm
+of ours lies in metrics.txt.
 `--arguments "--prefill-attention hopper"` is how ours gets a setting; with `--peer tailrace`
 another server of ours, without it, is the peer. `--then "--quant-type fp8"` stops ours after all
 cells, starts it with these settings instead of those, and measures it in the cells of the
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from tailrace.bench.load import LoadState
     from tailrace.bench.run import Run
 
-SHARE = 0.45
+SHARE, SEED = 0.45, 11
 AGAIN = re.compile(r"again(\d*)-")
 DISTINCT = 1000
 """Prompts to draw from, where a cell does not say how many."""
@@ -172,7 +173,7 @@ def own_spec(arguments: argparse.Namespace, name: str, settings: str) -> EngineS
 async def measure(arguments: argparse.Namespace) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     codec = FileCodec(arguments.model)
-    maker = await PromptMaker.create(codec, corpus_text(None)[0], seed=11)
+    maker = await PromptMaker.create(codec, corpus_text(None)[0], seed=SEED)
     rows: list[dict[str, Any]] = []
     own, *peers = specs(arguments)
     turns = [(own, arguments.cell)]
@@ -211,7 +212,9 @@ async def measure_cells(
     names = list(servers)
     for text in cells:
         cell = Cell(text)
-        work = await make_work(cell, maker, arguments.most_requests)
+        # Its own prompts, or caches that are on would know those of the cell before.
+        own = maker.reseeded(FileCodec(arguments.model), seed=SEED + 1 + len(rows))
+        work = await make_work(cell, own, arguments.most_requests)
         for turn, name in enumerate(cell.arms(names)):
             folder = arguments.out / f"{text.replace(':', '-')}-{names[0]}-{turn}-{name}"
             run = await measured(servers[name], work, folder, arguments, cell.seconds)
