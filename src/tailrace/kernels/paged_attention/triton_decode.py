@@ -42,7 +42,7 @@ class DecodeShape:
     """How the kernel is specialised."""
 
     split: int
-    """Tokens of one program; a multiple of block_n."""
+    """Tokens of a split; a multiple of block_n."""
     block_n: int
     num_warps: int
     num_stages: int
