@@ -155,12 +155,35 @@ def test_what_is_imported_is_not_looked_through_for_garbage_and_collecting_goes_
         gc.enable()
 
 
-def test_a_gpu_start_that_cannot_import_leaves_no_process_behind(monkeypatch):
+class Unimportable:
+    """Finds cuda_setup, and fails as what it imports does."""
+
+    def __init__(self, failure):
+        self.failure = failure
+
+    def find_spec(self, name, path, target=None):
+        if name == "tailrace.engine.cuda_setup":
+            raise self.failure
+
+
+@pytest.mark.parametrize(
+    ("failure", "raised", "words"),
+    [
+        (ImportError("a broken wheel"), ImportError, "a broken wheel"),
+        (OSError("libcudart.so.12: cannot open"), OSError, "libcudart"),
+        (ModuleNotFoundError("no", name="triton"), ConfigError, "--gpus 0: Triton is not installed"),
+    ],
+    ids=["import", "library", "triton"],
+)
+def test_a_gpu_start_that_cannot_import_leaves_no_process_behind(
+    failure, raised, words, monkeypatch
+):
     ended, times = [], StartTimes()
     monkeypatch.setattr(setup.compile_process, "begin_if_cold", lambda: "begun")
     monkeypatch.setattr(setup.compile_process, "end", ended.append)
-    monkeypatch.setitem(sys.modules, "tailrace.engine.cuda_setup", None)
-    with pytest.raises(ImportError):
+    monkeypatch.delitem(sys.modules, "tailrace.engine.cuda_setup", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Unimportable(failure), *sys.meta_path])
+    with pytest.raises(raised, match=words):
         setup.load(EngineConfig(gpus=(0,)), Path(), times=times)
     assert ended == ["begun"]
     assert gc.isenabled()

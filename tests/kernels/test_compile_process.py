@@ -16,6 +16,7 @@ def begun(monkeypatch):
     """Return the commands of processes that are begun, none of which is."""
     commands = []
     monkeypatch.setattr(compile_process, "own_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(compile_process, "find_spec", lambda _: "found")
     monkeypatch.setattr(compile_process, "begin", lambda command, _: commands.append(command))
     return commands
 
@@ -47,6 +48,23 @@ def test_the_cache_is_where_triton_has_it(environment, monkeypatch):
     assert compile_process.cache_folder() == Path(knobs.cache.dir)
 
 
+def test_who_has_no_home_may_name_the_cache(monkeypatch):
+    """As a user of no name in a container: Triton asks for a home where nothing else is named."""
+
+    def nobody(_):
+        raise KeyError("uid not found")
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
+    assert compile_process.cache_folder() == Path("/somewhere")
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setenv("TRITON_HOME", "/elsewhere")
+    assert compile_process.cache_folder() == Path("/elsewhere/.triton/cache")
+    monkeypatch.delenv("TRITON_HOME")
+    assert compile_process.cache_folder() == Path("~/.triton/cache")  # below where it runs
+
+
 def test_one_is_begun_where_the_cache_is_next_to_empty(begun, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "none-yet"))
     compile_process.begin_if_cold()
@@ -62,5 +80,12 @@ def test_one_is_begun_where_the_cache_is_next_to_empty(begun, tmp_path, monkeypa
 def test_none_is_begun_where_a_core_is_missing_for_it(begun, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile_process, "own_cores", lambda: [0, 1])
+    compile_process.begin_if_cold()
+    assert not begun
+
+
+def test_none_is_begun_where_triton_is_missing(begun, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_process, "find_spec", lambda _: None)
     compile_process.begin_if_cold()
     assert not begun

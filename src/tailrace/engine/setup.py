@@ -194,9 +194,14 @@ def _load_on_gpu(
         # Triton is imported with these: a CPU build of torch has none.
         with collecting_nothing():
             from tailrace.engine.cuda_setup import load_runner  # noqa: PLC0415
-    except ImportError:
+    except BaseException as error:
         if compiler is not None:
             compile_process.end(compiler)
+        if isinstance(error, ModuleNotFoundError) and error.name == "triton":
+            raise ConfigError(
+                f"--gpus {config.gpus[0]}: Triton is not installed, which compiles the kernels; it "
+                "comes with torch's builds for CUDA: install one, or leave --gpus out"
+            ) from error
         raise
     times.mark("import")
     runner, context, num_blocks, device = load_runner(

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,8 @@ def most_workers(cores: Sequence[int]) -> int:
 
 def begin_if_cold() -> subprocess.Popen[bytes] | None:
     """Begin one where a start will lack most of its kernels; None: it will not, or it cannot be."""
+    if find_spec("triton") is None:
+        return None
     cores = own_cores()
     return begin(COMMAND, cores) if most_workers(cores) > 1 and cache_is_cold() else None
 
@@ -79,7 +82,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def cache_folder() -> Path:
     """Return where Triton keeps what it compiled: its `knobs.cache.dir`, which takes its import."""
     named = os.environ.get("TRITON_CACHE_DIR")
-    home = os.environ.get("TRITON_HOME", Path.home())
+    home = os.environ.get("TRITON_HOME", os.path.expanduser("~"))  # noqa: PTH111 - may have none
     return Path(home, ".triton", "cache") if named is None else Path(named)
 
 
