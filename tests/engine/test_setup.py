@@ -171,7 +171,7 @@ class Unimportable:
     [
         (ImportError("a broken wheel"), ImportError, "a broken wheel"),
         (OSError("libcudart.so.12: cannot open"), OSError, "libcudart"),
-        (ModuleNotFoundError("no", name="triton"), ConfigError, "--gpus 0: Triton is not installed"),
+        (ModuleNotFoundError("no", name="triton"), ConfigError, "--gpus 0: Triton is not inst"),
     ],
     ids=["import", "library", "triton"],
 )

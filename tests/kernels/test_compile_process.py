@@ -77,6 +77,21 @@ def test_one_is_begun_where_the_cache_is_next_to_empty(begun, tmp_path, monkeypa
     assert len(begun) == 2
 
 
+def test_a_cache_that_cannot_be_read_is_as_good_as_none(tmp_path, monkeypatch):
+    """The start says what is wrong with it when it looks for kernels."""
+
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for number in range(40):
+        (tmp_path / str(number)).touch()
+    assert not compile_process.cache_is_cold()
+    with monkeypatch.context() as patched:
+        patched.setattr("os.scandir", refuse)
+        assert compile_process.cache_is_cold()
+
+
 def test_none_is_begun_where_a_core_is_missing_for_it(begun, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile_process, "own_cores", lambda: [0, 1])

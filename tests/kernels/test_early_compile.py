@@ -13,7 +13,9 @@ import sys
 
 import pytest
 
+from tailrace.errors import ConfigError
 from tailrace.kernels import compile_worker
+from tailrace.kernels.compile_order import CompileOrder, is_on_disk
 from tailrace.kernels.compile_worker import Compiled
 from tailrace.kernels.early_compile import EarlyCompile
 
@@ -212,3 +214,15 @@ def test_a_worker_that_still_imports_gets_more_orders_than_a_pipe_holds():
     gone = EarlyCompile((sys.executable, "-c", ""), meanwhile=lambda: done.append("read"))
     assert gone._answered(gone._start(), lines) == b""
     assert done == ["read", "read"]
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    """As on a read-only root file system; what the cache has already is taken from it."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    order = CompileOrder(
+        module="m", name="kernel", target=("cuda", 90, 32), signature=[], constants=[],
+        attributes=[], options={}, key="0" * 64, is_gluon=False,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"file/cache.*Not a directory.*set TRITON_CACHE_DIR"):
+        is_on_disk(order)

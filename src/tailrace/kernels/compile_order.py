@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import triton.language as tl
+from triton import knobs
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -29,7 +30,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.jit import JITCallable, JITFunction
 
-from tailrace.errors import EngineError
+from tailrace.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -156,9 +157,19 @@ def cache_key(source: ASTSource, target: GPUTarget, options: Mapping[str, Any]) 
 
 
 def is_on_disk(order: CompileOrder) -> bool:
-    """Whether Triton's cache has what the order would compile."""
+    """Whether Triton's cache has what the order would compile.
+
+    Raises:
+        ConfigError: It has not, and cannot be written either: Triton makes the kernel's folder.
+    """
     name = order.name.rpartition(".")[2][:_NAME_CHARACTERS] + ".json"
-    return name in (get_cache_manager(order.key).get_group(name) or {})
+    try:
+        return name in (get_cache_manager(order.key).get_group(name) or {})
+    except OSError as error:
+        raise ConfigError(
+            f"Triton's cache {knobs.cache.dir}: kernel {order.name} is not there and cannot be put "
+            f"there ({error.strerror}); set TRITON_CACHE_DIR to a folder that can be written"
+        ) from error
 
 
 def _told(value: Any) -> Any:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,12 +88,16 @@ def cache_folder() -> Path:
 
 
 def cache_is_cold() -> bool:
-    """Whether Triton's cache on disk has next to nothing."""
-    folder = cache_folder()
-    if not folder.is_dir():
+    """Whether Triton's cache on disk has next to nothing, or cannot be read (`is_on_disk` says so).
+
+    It is counted no further than it takes to tell.
+    """
+    try:
+        with os.scandir(cache_folder()) as entries:
+            found = sum(1 for _ in islice(entries, _COLD_ENTRIES))
+    except OSError:
         return True
-    with os.scandir(folder) as entries:
-        return sum(1 for _, _ in zip(range(_COLD_ENTRIES), entries, strict=False)) < _COLD_ENTRIES
+    return found < _COLD_ENTRIES
 
 
 def _environment() -> dict[str, str]:
