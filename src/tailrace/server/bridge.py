@@ -259,7 +259,7 @@ class Bridge:
         self._fail_open_requests(STOPPING)
         if self._process is not None:
             if self._state is not EngineState.READY:
-                self._process.kill()  # it reads no messages while it loads
+                self._process.kill()  # it heeds no message while it loads
             await self._process.stop(grace_s)
         await self._ended.wait()
         self._context.term()
