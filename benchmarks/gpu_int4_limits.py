@@ -41,11 +41,11 @@ from tailrace.kernels.linear.triton_hopper_int4_bands import (
 )
 from tailrace.kernels.linear.triton_hopper_ring import (
     descriptors,
-    multiprocessors,
     new_ring,
     produce,
     run_arguments,
 )
+from tailrace.kernels.multiprocessors import multiprocessors
 
 if TYPE_CHECKING:
     from tailrace.kernels.linear.packed_int4 import PackedInt4
