@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,22 @@ def test_a_cache_that_cannot_be_read_is_as_good_as_none(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("os.scandir", refuse)
         assert compile_process.cache_is_cold()
+
+
+def test_who_may_not_choose_cores_starts_without_one(monkeypatch):
+    """As where a sandbox forbids it: the start compiles by itself."""
+
+    def refuse(*_):
+        raise PermissionError(1, "not permitted")
+
+    monkeypatch.setattr("os.sched_setaffinity", refuse)
+    assert compile_process.begin((sys.executable, "-c", ""), [0]) is None
+
+
+def test_what_cannot_be_started_leaves_the_threads_cores_as_they_were(tmp_path):
+    own = os.sched_getaffinity(0)
+    assert compile_process.begin((str(tmp_path / "nothing"),), [min(own)]) is None
+    assert os.sched_getaffinity(0) == own
 
 
 def test_none_is_begun_where_a_core_is_missing_for_it(begun, tmp_path, monkeypatch):

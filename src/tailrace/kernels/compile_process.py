@@ -54,6 +54,10 @@ def begin(command: Sequence[str], cores: Sequence[int]) -> subprocess.Popen[byte
     own = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, cores)
+    except OSError as error:
+        log.warning("no_compile_worker", reason=str(error))
+        return None
+    try:
         return subprocess.Popen(  # noqa: S603 - this package's own module
             command,
             stdin=subprocess.PIPE,
