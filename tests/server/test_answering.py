@@ -169,3 +169,6 @@ def test_over_a_socket_an_end_that_cannot_be_written_is_no_whole_answer(tiny_fol
         assert bad.count(b"data: ") == len("abc")
         assert b"[DONE]" not in bad
         assert not bad.endswith(b"0\r\n\r\n")  # the last chunk, as of a whole answer
+        app.settle()
+        counted = app.get("/metrics").text
+        assert 'request_success_total{finished_reason="error"} 1.0' in counted

@@ -109,7 +109,7 @@ async def answer(
         generation.close("slow_reader")
         log.warning("slow_reader", request_id=job.request_id, error=str(error))
         request.drop()
-    except RequestError:
+    except Exception:  # of ours, too: no client left
         generation.close("error")
         raise
     finally:
