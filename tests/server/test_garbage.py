@@ -147,3 +147,13 @@ def test_a_request_at_which_the_server_fails_is_freed(app, monkeypatch):
         app.raw(head + b"connection: close\r\n\r\n" + data)
         app.settle()
         wait_until(lambda: not alive_but(known))
+
+
+def test_a_request_of_http_1_0_is_freed(app):
+    head, data = sent("/v1/chat/completions", CHAT | STREAM)
+    old = head.replace(b"HTTP/1.1", b"HTTP/1.0") + b"\r\n" + data
+    with collecting_nothing():
+        known = ids_alive()
+        assert b"[DONE]" in app.raw(old)
+        app.settle()
+        wait_until(lambda: not alive_but(known))

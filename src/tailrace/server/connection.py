@@ -423,18 +423,21 @@ class _GentleTransport:
 
 def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
     """Return the cycle's `send`, but that an answer without a length ends with the connection."""
-    send = cycle.send
+    found = weakref.ref(cycle)  # which will hold what is returned
     is_endless = False
 
     async def send_plain(message: Any) -> None:
         nonlocal is_endless
+        cycle = found()
+        if cycle is None:
+            return
         if message["type"] == "http.response.start":
             is_endless = all(name != b"content-length" for name, _ in message["headers"])
             if is_endless:
                 cycle.chunked_encoding = False
         elif is_endless:
             cycle.expected_content_length = len(message.get("body", b""))  # of this part
-        await send(message)
+        await RequestResponseCycle.send(cycle, message)
 
     return send_plain
 
