@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import time
+from contextlib import contextmanager
 
 import msgspec
 import pytest
@@ -40,9 +41,9 @@ def test_an_order_and_a_signal_are_one_request(asked, sets):
     assert found == sets
 
 
-@pytest.fixture
-def front_end():
-    """A front end that listens, while there is no engine; its process and port."""
+@contextmanager
+def started(**given):
+    """A front end while there is no engine; its process and port."""
     with (
         listening.bind_only("127.0.0.1", 0, is_shared=True) as keeper,
         subprocess.Popen(
@@ -51,14 +52,21 @@ def front_end():
     ):
         port = keeper.getsockname()[1]
         config = Config(server=ServerConfig(api_workers=2))
-        tell(process, Start(0, "frontend-0-1", config, port))
+        tell(process, Start(0, "frontend-0-1", config, port, **given))
+        yield process, port
+        process.kill()
+
+
+@pytest.fixture
+def front_end():
+    """One that listens."""
+    with started() as (process, port):
         deadline_s = time.monotonic() + DEADLINE_S
         while not listens(port):
             assert time.monotonic() < deadline_s
             assert process.poll() is None
             time.sleep(0.02)
         yield process, port
-        process.kill()
 
 
 def tell(process, order):
@@ -84,3 +92,22 @@ def test_one_that_is_told_to_go_waits_for_no_engine(front_end, by):
         tell(process, Drain())
     assert process.wait(DEADLINE_S) == 0
     assert not listens(port)
+
+
+@pytest.fixture
+def joining():
+    """One that joins others, begun before `front_end` is."""
+    with started(joins=True) as found:
+        yield found
+
+
+def test_one_that_joins_others_takes_no_client_before_it_has_an_engine(joining, front_end):
+    """And goes when it is told to, though it has never listened."""
+    process, port = joining
+    for _ in range(20):
+        assert not listens(port)
+        time.sleep(0.05)
+    tell(process, Drain())
+    assert process.wait(DEADLINE_S) == 0
+    assert not listens(port)
+    assert listens(front_end[1])

@@ -118,7 +118,8 @@ async def _main() -> int:
     start = msgspec.json.decode(await orders.readline(), type=Start)
     config = start.config
     configure_log(config.server.log_level)
-    listener = listening.bind(config.server.host, start.port, is_shared=True)
+    bind = listening.bind_only if start.joins else listening.bind
+    listener = bind(config.server.host, start.port, is_shared=True)
     engine = BorrowedEngine(start.identity)
     services, bridge = serve.assemble(config, engine)
     stop = asyncio.Event()
@@ -128,7 +129,9 @@ async def _main() -> int:
     works = (front_end.obey(orders), front_end.tick(), front_end.release(stop))
     tasks = [asyncio.create_task(work) for work in works]
     try:
-        return await serve.serve_until(stop, services, bridge, listener, front_end.announce())
+        return await serve.serve_until(
+            stop, services, bridge, listener, front_end.announce(), joins=start.joins
+        )
     except EngineError:
         return 1  # the watcher has the same from its own side, and tells the operator
     finally:

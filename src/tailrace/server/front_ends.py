@@ -169,8 +169,9 @@ class FrontEnds:
             env=os.environ | {SHARED_FOLDER_VARIABLE: str(self._metrics_folder)},
         )
         front_end = _FrontEnd(index, f"frontend-{index}-{life}", process, monotonic())
+        joins = any(other.is_serving for other in self._alive.values())
         self._alive[index] = front_end
-        front_end.tell(Start(index, front_end.identity, self._config, self._port))
+        front_end.tell(Start(index, front_end.identity, self._config, self._port, joins))
         if self._engine is not None:
             front_end.tell(self._engine)
         pids = {f"frontend-{i}": other.process.pid for i, other in sorted(self._alive.items())}

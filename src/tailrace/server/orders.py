@@ -22,6 +22,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     config: Config
     port: int
     """The one that all of them listen on."""
+    joins: bool = False
+    """Whether others serve there: no client is to come to one that does not yet."""
 
 
 class EngineUp(msgspec.Struct, frozen=True, tag="engine_up"):

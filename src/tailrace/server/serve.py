@@ -86,6 +86,8 @@ async def serve_until(
     bridge: Bridge,
     listener: socket.socket,
     announce: Coroutine[None, None, None],
+    *,
+    joins: bool = False,
 ) -> int:
     """Serve until `stop` is set, then drain; return the process's exit status.
 
@@ -95,13 +97,15 @@ async def serve_until(
         bridge: The engine in them.
         listener: Where clients come from.
         announce: Says that the server is ready, once it is.
+        joins: Whether others serve at this address: then the listener is only bound, and listens
+            when the engine is ready. By itself a server listens at once, to say that it loads.
 
     Raises:
         EngineError: There is no engine, and there will be none.
     """
     server = _Server(_uvicorn_config(services))
     engine = asyncio.create_task(bridge.run())
-    http = asyncio.create_task(server.serve(sockets=[listener]))
+    http = asyncio.create_task(_listen(server, listener, bridge if joins else None))
     stopped = asyncio.create_task(stop.wait())
     announced = asyncio.create_task(announce)
     try:
@@ -120,8 +124,17 @@ async def serve_until(
         stopped.cancel()
         await bridge.stop(INSISTENT_GRACE_S if stop.is_set() else GRACE_S)
         server.should_exit = True
+        if joins and not server.started:
+            http.cancel()
         await asyncio.gather(engine, http, announced, stopped, return_exceptions=True)
         services.request_log.close()
+
+
+async def _listen(server: _Server, listener: socket.socket, bridge: Bridge | None) -> None:
+    """Serve; if there is a bridge, from when its engine is ready."""
+    if bridge is not None:
+        await bridge.wait_ready()
+    await server.serve(sockets=[listener])
 
 
 def assemble(config: Config, source: EngineSource) -> tuple[Services, Bridge]:

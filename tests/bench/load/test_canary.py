@@ -49,7 +49,8 @@ def test_every_chunk_is_stamped_before_it_is_read(tmp_path, pattern):
         assert all(s < r + started_s for s, r in zip(sent, record.chunk_s, strict=True))
         # Each has its time; one that comes late does not delay the next.
         assert all(a <= b for a, b in itertools.pairwise(sent))
-        assert sent[-1] - started_s - record.sent_s >= 4 / CHUNKS_PER_S
+        # A loop's timer may be early by its own grain, a millisecond.
+        assert sent[-1] - started_s - record.sent_s >= 4 / CHUNKS_PER_S - 0.001
 
 
 def test_several_servers_share_the_port_and_all_stamps_are_found(tmp_path):
