@@ -144,11 +144,14 @@ def test_a_first_token_that_would_be_late_is_refused_at_once(start, tmp_path):
 
 
 def in_order(client, calls, key):
-    """Ask one after another behind a long answer; return the order in which they were answered."""
+    """Ask one after another behind a long answer; return the order in which they were answered.
+
+    Answers take some tenths of a second each, longer than a thread here waits for its turn.
+    """
     ended = []
 
     def ask(name, options):
-        answer = asking(client, 60, **options)
+        answer = asking(client, 200, **options)
         ended.append((name, answer.status_code))
 
     threads = []
