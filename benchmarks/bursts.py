@@ -33,6 +33,8 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from emitter import percentile
+
 HERE = Path(__file__).resolve().parents[1]
 WARM_S = 2.0
 
@@ -172,7 +174,7 @@ class Clients:
             connection = socket.create_connection(("127.0.0.1", port))
             self._selector.register(connection, selectors.EVENT_READ, stream)
             self._send(connection)
-            time.sleep(0.002)
+            time.sleep(0.002)  # or their first tokens would all be of one step
 
     def read_until(self, end_s: float) -> None:
         while time.monotonic() < end_s:
@@ -210,14 +212,6 @@ def times_of(pid: int) -> tuple[float, float]:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
     return int(fields[11]) * tick_s, int(fields[12]) * tick_s
-
-
-def percentile(found: list[float], percent: int) -> float:
-    """Nearest rank, in milliseconds."""
-    ordered = sorted(found)
-    if not ordered:
-        return float("nan")
-    return 1e3 * ordered[min(len(ordered) - 1, -(-percent * len(ordered) // 100) - 1)]
 
 
 if __name__ == "__main__":

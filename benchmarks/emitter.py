@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING
 from mock_engine import MockEngine
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from tailrace.bench import stats
 from tailrace.config import Config, EngineConfig, ServerConfig
 from tailrace.server import http as server_http
 from tailrace.server import listening, serve
@@ -347,10 +348,7 @@ def read_all(port: int, streams: int, cores: list[int]) -> None:
 
 def percentile(delays_s: list[float], percent: int) -> float:
     """Nearest rank, in milliseconds."""
-    ordered = sorted(delays_s)
-    if not ordered:
-        return float("nan")
-    return 1000 * ordered[min(len(ordered) - 1, -(-percent * len(ordered) // 100) - 1)]
+    return 1000 * stats.percentile(sorted(delays_s), percent) if delays_s else float("nan")
 
 
 if __name__ == "__main__":

@@ -107,15 +107,20 @@ def test_an_answered_request_is_freed_with_its_connection(app, path, body, statu
         wait_until(lambda: not alive_but(known))
 
 
+def ask_until(connection, request, mark):
+    """Send a request, and read its answer as far as a mark."""
+    connection.sendall(request)
+    received = b""
+    while mark not in received:
+        received += connection.recv(65536)
+
+
 def test_a_request_whose_client_leaves_midway_is_freed(app):
     head, data = sent("/v1/completions", {"prompt": "held"} | STREAM)
     with collecting_nothing():
         known = ids_alive()
         with app.connect() as connection:
-            connection.sendall(head + b"\r\n" + data)
-            received = b""
-            while b"data: " not in received:
-                received += connection.recv(65536)
+            ask_until(connection, head + b"\r\n" + data, b"data: ")
         wait_until(lambda: not alive_but(known))
 
 
@@ -124,10 +129,7 @@ def test_a_connection_that_is_reset_between_requests_is_freed(app):
     with collecting_nothing():
         known = ids_alive()
         with app.connect() as connection:
-            connection.sendall(head + b"\r\n" + data)
-            received = b""
-            while b'"usage"' not in received:
-                received += connection.recv(65536)
+            ask_until(connection, head + b"\r\n" + data, b'"usage"')
             app.settle()
             # No end but a reset, as of a proxy that has had enough.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

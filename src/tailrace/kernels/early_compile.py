@@ -173,8 +173,8 @@ class EarlyCompile:
         settle_hashes()
         self._hashing = Thread(target=triton_key, name="triton-key", daemon=True)
         self._hashing.start()
-        if self.most_workers > 1 and compile_process.cache_is_cold():
-            self._waiting = self._waiting or self._start()
+        if self._waiting is None and self.most_workers > 1 and compile_process.cache_is_cold():
+            self._waiting = self._start()
 
     def before(self, work: Callable[[], object], *, since: str) -> None:
         """Do work without its launches, and have compiled what it wants; see above.
@@ -258,16 +258,15 @@ class EarlyCompile:
         Raises:
             subprocess.TimeoutExpired: It takes too long.
         """
+        # A worker that still imports reads none of them, and they are more than a pipe holds.
+        sender = Thread(target=_send, args=(worker.stdin, lines), daemon=True)
+        worker.stdin = None  # the thread's
+        sender.start()
         if self._meanwhile is not None:
-            # What begins now may hold the interpreter, so the orders have to be on their way; all
-            # of them, while the worker imports, are more than a pipe holds.
-            sender = Thread(target=_send, args=(worker.stdin, lines), daemon=True)
-            worker.stdin = None  # the thread's
-            sender.start()
+            # What begins now may hold the interpreter: as much as can be is to be on its way.
             sender.join(_SENDING_S)
             self._meanwhile()
-            return worker.communicate(timeout=self._timeout_s)[0]
-        return worker.communicate(lines, timeout=self._timeout_s)[0]
+        return worker.communicate(timeout=self._timeout_s)[0]
 
     def _start(self) -> subprocess.Popen[bytes] | None:
         """Start a worker; None: it cannot be."""

@@ -121,28 +121,11 @@ def decode_kernel(
     # What is the same in each turn is cheaper to compute again than to keep in registers.
     for split in tl.range(first, end, step, disable_licm=True):
         acc, lse = _attended(
-            q_ptr,
-            k_cache,
-            v_cache,
-            tables,
-            split * SPLIT,
-            tl.minimum((split + 1) * SPLIT, kv_len),
-            scale_log2,
-            stride_kb,
-            stride_kt,
-            stride_kd,
-            stride_vb,
-            stride_vt,
-            stride_vd,
-            GROUP,
-            PADDED,
-            UNIT,
-            HEAD_DIM,
-            BLOCK_N,
-            IN_FLOAT16,
-            PAIRED,
-            COMPILED,
-        )
+            q_ptr, k_cache, v_cache, tables, split * SPLIT,
+            tl.minimum((split + 1) * SPLIT, kv_len), scale_log2,
+            stride_kb, stride_kt, stride_kd, stride_vb, stride_vt, stride_vd,
+            GROUP, PADDED, UNIT, HEAD_DIM, BLOCK_N, IN_FLOAT16, PAIRED, COMPILED,
+        )  # fmt: skip
         if count <= 1:
             tl.store(out, (acc * v_scale).to(out_ptr.dtype.element_ty), mask=is_member[:, None])
         else:
