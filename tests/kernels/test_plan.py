@@ -129,7 +129,7 @@ GOOD = msgspec.json.encode(Plan(KEY, (choice({"usual": 1e-3}),))).decode()
         ("[" * 5000, "malformed|truncated|recursion|Expected|maximum"),
         (GOOD.replace('"usual":0.001', '"usual":-1'), r"Expected `float` > 0.0 - at `\$.choices"),
         (GOOD.replace('"dtype"', '"type"'), "unknown field `type`"),
-        (GOOD.replace('"format":1', '"format":2'), "format 2, and this version reads 1"),
+        (GOOD.replace('"format":2', '"format":1'), "format 1, and this version reads 2"),
         ("\xff", "plan"),
         (" " * (MOST_BYTES + 1), "larger than"),
     ],

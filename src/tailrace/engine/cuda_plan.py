@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import statistics
 import time
 from importlib import metadata
 from pathlib import Path
@@ -44,9 +43,6 @@ log = structlog.get_logger("tailrace.engine")
 
 BOUND_S = 2.0
 """Of measuring at start; the last candidate's compilation may overrun it."""
-_CALLS = 9
-_COLD_BYTES = 256 << 20
-"""Written between calls, so that each finds a cold L2 cache."""
 _MOST_WORDS = 240
 """Of a key's layers."""
 
@@ -261,26 +257,3 @@ def known(file: Path, key: Key) -> Plan:
         log.warning("plan_measured_anew", reason=str(error))
         return Plan(key, ())
     return plan
-
-
-def cuda_timer(device: torch.device) -> Timer:
-    """Return a timer of calls that find a cold L2 cache: the median of a few, after one."""
-    flush = torch.empty(_COLD_BYTES, dtype=torch.uint8, device=device)
-
-    def seconds(work: Callable[[], object]) -> float:
-        work()
-        times = []
-        for _ in range(_CALLS):
-            # Twice: while the device is at it, the call is queued, so that launching is not timed.
-            flush.zero_()
-            flush.zero_()
-            begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            begin.record()
-            work()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3)
-        return float(statistics.median(times))
-
-    return seconds

@@ -13,12 +13,13 @@ import structlog
 import torch
 
 from tailrace.engine.accuracy_record import Known, Numerics, known
-from tailrace.engine.cuda_plan import cuda_timer, measure_whole, settle
+from tailrace.engine.cuda_plan import measure_whole, settle
 from tailrace.engine.cuda_runner import CudaRunner
 from tailrace.engine.decode_launches import describe as describe_launches
 from tailrace.engine.device_faults import is_out_of_memory
 from tailrace.engine.device_kv import allocate_kv, kv_bytes_per_token
 from tailrace.engine.device_sampler import DeviceSampler
+from tailrace.engine.device_timer import device_timer
 from tailrace.engine.frames import Detail, Frame, graph_buckets, mixed_frames
 from tailrace.engine.host_kv import STAGING_BYTES
 from tailrace.engine.kv_calibration import find_scales
@@ -181,7 +182,7 @@ def measure_plan(config: EngineConfig, folder: Path, out: Path | None) -> tuple[
     )
     prefill = copy_for_prompts(config, folder, kernels, model)
     longest = config.context_length or model.config.max_position
-    timer = cuda_timer(kernels.device)
+    timer = device_timer(kernels.device)
     return measure_whole(kernels, prefill.model, longest, out, timer, unit=config.kv_unit_tokens)
 
 
@@ -423,7 +424,7 @@ def _apply_plan(
         kernels,
         model,
         longest=context,
-        timer=cuda_timer(kernels.device),
+        timer=device_timer(kernels.device),
         kv_dtype=kv_dtype_of(config, kernels),
         unit=config.kv_unit_tokens,
     )
