@@ -22,7 +22,7 @@ from tailrace.engine.accuracy import (
     readings_of,
     record,
 )
-from tailrace.engine.accuracy_record import LEAST_POSITIONS, file_of, fingerprint
+from tailrace.engine.accuracy_record import LEAST_POSITIONS, Numerics, file_of, fingerprint
 from tailrace.errors import ConfigError
 from tailrace.kernels.select import select
 from tailrace.models.loader import load_model
@@ -120,6 +120,33 @@ def test_every_reading_must_keep_the_bound():
         assert (shown.count("kept"), shown.count("MISSED")) == (1, 1)
         assert "prompts     1,024 rows a step" in shown
         assert "decodes     32 rows a step" in shown
+
+
+class Unfinite:
+    """A model some of whose logits are no numbers, as where half precision overflows."""
+
+    def __init__(self, model):
+        self._model = model
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def logits(self, hidden):
+        found = self._model.logits(hidden)
+        found[3] = torch.nan
+        return found
+
+
+@pytest.mark.parametrize("faulty", [(True, False), (False, True), (True, True)])
+def test_what_is_not_finite_keeps_no_bound_whose_ever_it_is(source, faulty):
+    models = [Unfinite(load(source)) if is_faulty else load(source) for is_faulty in faulty]
+    found = compare(*models, [list(TEXT.encode()[:20])], CPU)
+    assert math.isnan(found.divergence)
+    assert not found.keeps(Bound(agreement=0.0, divergence=1e6))
+    asked = config(source, prefill_weights="fp8", gpus=(0,), dtype="float16")
+    under = Numerics.of(asked, "float16", (9, 0))
+    report = Report("s", "r", (replace(found, positions=LEAST_POSITIONS),), under)
+    assert record(asked, report, against="") == "not recorded: not finite"
 
 
 @pytest.mark.parametrize("form", [awq(32), float8(blocks=True)], ids=["awq", "fp8"])

@@ -346,8 +346,9 @@ def compare(
             part = slice(start, start + _LOGIT_ROWS)
             q, p = (reader.log_probs(x[part]) for reader, x in zip(readers, hidden, strict=True))
             agreed.append(q.argmax(-1) == p.argmax(-1))
-            # A token of probability 0 in the reference costs nothing: 0 * log 0 is 0.
-            costs = torch.where(p > -torch.inf, p.exp() * (p - q), 0.0)
+            # A token of probability 0 in the reference costs nothing: 0 * log 0 is 0. What is no
+            # number costs no number, whose ever it is.
+            costs = torch.where(p == -torch.inf, 0.0, p.exp() * (p - q))
             divergences.append(costs.sum(-1))
             wanted = answers[part].unsqueeze(1)
             surprises.append(-torch.stack([q.gather(1, wanted), p.gather(1, wanted)]).squeeze(-1))
