@@ -92,6 +92,13 @@ def test_plans_are_shown_and_pinned(tmp_path):
     shown = run("plan", "show", cache=tmp_path).stdout
     assert shown.startswith(f"{file}\n  gpu: H200\n")
     assert "attention, longer: other\n" in shown
+    old = tmp_path / "plans" / "0.json"
+    old.write_text('{"format": 0}')
+    both = run("plan", "show", cache=tmp_path).stdout
+    assert both.startswith(f"{old}\n  not read: plan {old}: format 0, and this version reads ")
+    assert both.endswith(f"\n{shown}")
+    alone = run("plan", "show", str(old))
+    assert (alone.returncode, alone.stderr.startswith(f"tailrace: plan {old}: ")) == (1, True)
     pinned = tmp_path / "pinned.json"
     assert str(pinned) in run("plan", "pin", str(file), str(pinned)).stdout
     assert "\n  pinned\n" in run("plan", "show", str(pinned)).stdout

@@ -57,6 +57,20 @@ def test_what_another_version_wrote_is_told_from_damage(tmp_path):
     assert not isinstance(raised.value, OtherFormatError)
 
 
+class Told(msgspec.Struct):
+    text: str = "nothing"
+
+
+def test_a_glance_takes_single_fields_of_any_format_and_refuses_damage(tmp_path):
+    file = tmp_path / "note.json"
+    for content, text in ((b'{"text": "a", "format": 4}', "a"), (b'{"format": 9}', "nothing")):
+        file.write_bytes(content)
+        assert FILES.glance(file, Told).text == text
+    file.write_bytes(b'{"text": 1, "format": 4}')
+    with pytest.raises(ConfigError, match="write another"):
+        FILES.glance(file, Told)
+
+
 def test_a_file_that_is_missing_or_has_no_place_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="note .*: No such file"):
         FILES.read(tmp_path / "none.json")

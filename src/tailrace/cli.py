@@ -532,7 +532,13 @@ def _plan_show(
         raise ConfigError(f"plan show: {folder()} holds none; `tailrace plan measure` makes one")
     for found in files:
         typer.echo(f"{found}")
-        for line in read(found).describe():
+        try:
+            lines = read(found).describe()
+        except ConfigError as error:
+            if file is not None:
+                raise
+            lines = [f"not read: {error}"]  # the others are shown all the same
+        for line in lines:
             typer.echo(f"  {line}")
 
 

@@ -29,6 +29,7 @@ class Versioned(Protocol):
 
 
 Content = TypeVar("Content", bound=Versioned)
+Part = TypeVar("Part")
 
 
 class _Format(msgspec.Struct):
@@ -57,6 +58,25 @@ class KeptFile(Generic[Content]):
             OtherFormatError: It is of another format.
             ConfigError: It cannot be read, or is none.
         """
+        content = self._bytes_of(file)
+        # Before all else: what another version wrote is no damage.
+        told = self._decoded(content, _Format, file).format
+        if told not in (None, self.format):
+            raise OtherFormatError(
+                f"{self.what} {file}: format {told}, and this version reads {self.format}; "
+                f"{self.remedy}"
+            )
+        return self._decoded(content, self.kind, file)
+
+    def glance(self, file: Path, kind: type[Part]) -> Part:
+        """Return what a file of whatever format has of a struct's fields.
+
+        Raises:
+            ConfigError: It cannot be read, or is none.
+        """
+        return self._decoded(self._bytes_of(file), kind, file)
+
+    def _bytes_of(self, file: Path) -> bytes:
         try:
             with file.open("rb") as opened:
                 content = opened.read(self.most_bytes + 1)
@@ -66,15 +86,11 @@ class KeptFile(Generic[Content]):
             raise ConfigError(
                 f"{self.what} {file}: larger than {self.most_bytes} bytes; {self.remedy}"
             )
+        return content
+
+    def _decoded(self, content: bytes, kind: type[Part], file: Path) -> Part:
         try:
-            # Before all else: what another version wrote is no damage.
-            told = msgspec.json.decode(content, type=_Format).format
-            if told not in (None, self.format):
-                raise OtherFormatError(
-                    f"{self.what} {file}: format {told}, and this version reads {self.format}; "
-                    f"{self.remedy}"
-                )
-            return msgspec.json.decode(content, type=self.kind)
+            return msgspec.json.decode(content, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{self.what} {file}: {error}; {self.remedy}") from error
 

@@ -28,7 +28,7 @@ from tailrace.kernels.linear.cublas import CublasLinear
 from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.linear.triton_skinny import SkinnyLinear, SkinnyScratch
 from tailrace.kernels.paged_attention.prefill_kernels import hopper_shapes, name_of
-from tailrace.kernels.plan import Plan, choose, pin, read, usual_file, write
+from tailrace.kernels.plan import FORMAT, Plan, choose, pin, read, usual_file, write
 from tailrace.kernels.plan_questions import Question, over
 from tailrace.kernels.triton_kernels import TritonKernels
 from tests.kernels.hopper_stand_in import let_hopper_serve
@@ -270,7 +270,7 @@ def test_a_cache_that_cannot_be_written_costs_the_next_start_its_time_and_no_mor
         assert "plan_not_kept" in [entry["event"] for entry in logs]
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b'{"format": 1}', b""])
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"format": %d}' % FORMAT, b""])
 def test_a_damaged_plan_is_left_alone_and_auto_serves_without_it(content, tmp_path):
     file_here().parent.mkdir(parents=True)
     file_here().write_bytes(content)
@@ -288,6 +288,38 @@ def test_a_damaged_plan_is_left_alone_and_auto_serves_without_it(content, tmp_pa
 
 def stale(plan):
     return msgspec.structs.replace(plan, key=msgspec.structs.replace(plan.key, torch="1.0"))
+
+
+def of_another_format(plan):
+    return msgspec.structs.replace(plan, format=FORMAT + 1)
+
+
+def test_a_plan_of_another_format_is_measured_anew_once_and_kept(tmp_path):
+    """It lies where this one belongs: left there, every start would measure."""
+    _, plan, _ = start("auto")
+    write(of_another_format(plan), file_here())
+    with structlog.testing.capture_logs() as logs:
+        _, again, calls = start("auto")
+    assert (calls, again, read(file_here())) == (WHOLE, plan, plan)
+    assert [e["event"] for e in logs if "plan_" in e["event"]] == [
+        "plan_measured_anew", "plan_measured",
+    ]  # fmt: skip
+    assert start("auto")[2] == 0
+    write(of_another_format(plan), file := tmp_path / "given.json")
+    with pytest.raises(ConfigError, match=f"{file}: format {FORMAT + 1}, and this version reads"):
+        start(file)
+    assert measure_whole(loaded(), MODEL, LONGEST, file, Ticking().timer, unit=8)[0] == read(file)
+
+
+def test_a_pinned_plan_of_another_format_is_never_written_to():
+    _, plan, _ = start("auto")
+    write(of_another_format(msgspec.structs.replace(plan, pinned=True)), file_here())
+    content = file_here().read_bytes()
+    with pytest.raises(ConfigError, match=f"format {FORMAT + 1}, and this version reads {FORMAT}"):
+        start("auto")
+    with pytest.raises(ConfigError, match="is pinned"):
+        write(plan, file_here())
+    assert file_here().read_bytes() == content
 
 
 def test_a_pinned_plan_is_taken_as_it_is_and_refused_where_it_is_stale(tmp_path):
@@ -377,14 +409,21 @@ def test_a_whole_plan_forgets_all_that_was_there(monkeypatch):
     assert read(file_here()) == plan
 
 
-@pytest.mark.parametrize("content", ["{", '{"format": 9}'], ids=["damaged", "other version"])
-def test_what_lies_where_a_whole_plan_goes_and_is_none_is_found_before_it_is_measured(
-    tmp_path, content
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("{", ".*; remove it, and `tailrace plan mea"),
+        ('{"format": 9, "pinned": true}', "is pinned"),
+    ],
+    ids=["damaged", "other version"],
+)
+def test_what_lies_where_a_whole_plan_goes_and_must_stay_is_found_before_it_is_measured(
+    tmp_path, content, why
 ):
-    """It is not written over: it may be somebody's pinned plan."""
+    """What is damaged is not written over either: it may be somebody's pinned plan."""
     out, ticking = tmp_path / "out.json", Ticking()
     out.write_text(content)
-    with pytest.raises(ConfigError, match="plan .*out.json: .*; remove it, and `tailrace plan mea"):
+    with pytest.raises(ConfigError, match=f"plan .*out.json: {why}"):
         measure_whole(loaded(), MODEL, LONGEST, out, ticking.timer, unit=8)
     assert (ticking.calls, out.read_text()) == (0, content)
     out.unlink()

@@ -21,10 +21,11 @@ import torch
 from tailrace import __version__
 from tailrace.engine.device_faults import is_out_of_memory
 from tailrace.errors import ConfigError
+from tailrace.kept_file import OtherFormatError
 from tailrace.kernels.attention_shapes import FLOAT8_CAPABILITY
 from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.linear.ways import words_of
-from tailrace.kernels.plan import Key, Plan, read, require, usual_file, write
+from tailrace.kernels.plan import Key, Plan, is_pinned, read, require, usual_file, write
 from tailrace.kernels.plan_answers import measure
 from tailrace.kernels.plan_questions import Heads, questions
 from tailrace.kernels.plan_winners import apply, strangers
@@ -177,7 +178,7 @@ def measure_whole(
     """
     key = key_of(kernels, model)
     file = usual_file(key) if out is None else out
-    if file.exists() and read(file).pinned:
+    if is_pinned(file):
         raise ConfigError(f"plan {file}: is pinned; remove it, or name another file with --out")
     kv_dtypes = [kernels.dtype]
     if kernels.capability >= FLOAT8_CAPABILITY:
@@ -245,6 +246,11 @@ def known(file: Path, key: Key) -> Plan:
     """
     try:
         plan = read(file)
+    except OtherFormatError as error:
+        if is_pinned(file):
+            raise
+        log.warning("plan_measured_anew", reason=str(error))
+        return Plan(key, ())
     except ConfigError as error:
         if not isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
             log.warning("plan_not_read", reason=str(error), remedy=f"remove {file}")

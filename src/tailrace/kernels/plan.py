@@ -18,7 +18,7 @@ import msgspec
 
 from tailrace.config import cache_dir
 from tailrace.errors import ConfigError
-from tailrace.kept_file import KeptFile
+from tailrace.kept_file import KeptFile, OtherFormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -196,13 +196,33 @@ def require(plan: Plan, key: Key, file: Path) -> None:
             )
 
 
-def write(plan: Plan, file: Path) -> None:
-    """Write a plan, whole or not at all.
+class _Pinned(msgspec.Struct):
+    """What a plan of any format tells of that."""
+
+    pinned: bool = False
+
+
+def is_pinned(file: Path) -> bool:
+    """Tell whether a pinned plan lies there, of whatever format.
 
     Raises:
-        ConfigError: The file is a pinned plan, or cannot be written.
+        ConfigError: Something else lies there: it may have been one.
     """
-    if file.exists() and read(file).pinned:
+    if not file.exists():
+        return False
+    try:
+        return read(file).pinned
+    except OtherFormatError:
+        return _FILES.glance(file, _Pinned).pinned
+
+
+def write(plan: Plan, file: Path) -> None:
+    """Write a plan, whole or not at all, in place of another, whatever format that has.
+
+    Raises:
+        ConfigError: The file is a pinned plan, or none, or cannot be written.
+    """
+    if is_pinned(file):
         raise ConfigError(f"plan {file}: is pinned; remove it, or name another file")
     _FILES.write(plan, file)
 
