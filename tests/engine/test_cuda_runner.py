@@ -5,17 +5,19 @@ from __future__ import annotations
 import random
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from tailrace.clock import monotonic
+from tailrace.clock import VirtualClock, monotonic
 from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.cuda_runner import CudaRunner
 from tailrace.engine.device_sampler import DeviceSampler
 from tailrace.engine.engine import Engine
 from tailrace.engine.frames import Frame
-from tailrace.engine.runner import Runner
+from tailrace.engine.host_kv import HostKv
+from tailrace.engine.runner import Runner, StepWatch
 from tailrace.engine.sampler import Sampler
 from tailrace.engine.scheduler import Chunk, Scheduler, Step
 from tailrace.engine.sequence import Sequence
@@ -177,8 +179,8 @@ def test_padded_frames_give_the_same_tokens(folder, truth):
     assert {frame.tokens for frame in runner.frames if frame} >= {0, BUDGET - SLOTS}
 
 
-def test_swapped_sequences_give_the_same_tokens(folder):
-    requests = [
+def requests_that_swap():
+    return [
         EngineRequest(
             request_id=str(index),
             token_ids=[index * 7 + 1] * 15,
@@ -187,12 +189,57 @@ def test_swapped_sequences_give_the_same_tokens(folder):
         )
         for index in range(2)
     ]
-    expected = generate(cpu_runner(folder), requests)
-    runner = gpu_runner(folder, CudaRunner)
+
+
+def generate_swapping(runner):
+    """Return the tokens of two sequences, one of which must leave and come back."""
     runner.keep_on_host(8)
     blocks = BlockManager(5, BLOCK, prefix_cache=False, host_places=8)
-    assert generate(runner, requests, blocks=blocks) == expected
+    found = generate(runner, requests_that_swap(), blocks=blocks)
     assert blocks.swapped_in_total == blocks.swapped_out_total > 0
+    return found
+
+
+def test_swapped_sequences_give_the_same_tokens(folder):
+    expected = generate(cpu_runner(folder), requests_that_swap())
+    assert generate_swapping(gpu_runner(folder, CudaRunner)) == expected
+
+
+class Moment:
+    """An event of a device that has no work but what moves a virtual clock."""
+
+    def __init__(self, clock):
+        self.at_s = clock()
+
+    def elapsed_time(self, later):
+        return 1e3 * (later.at_s - self.at_s)
+
+    def synchronize(self):
+        """Nothing is queued."""
+
+
+@pytest.mark.parametrize("make", [cpu_runner, partial(gpu_runner, kind=CudaRunner)])
+def test_a_device_that_copies_is_not_idle_nor_at_its_step(folder, monkeypatch, make):
+    clock, found = VirtualClock(), []
+    runner = make(folder)
+    execute, run = runner.execute, HostKv.run
+
+    def watched(prepared):
+        result = execute(prepared)
+        found.append((result.wait().idle_s, result.wait().device_s))
+        return result
+
+    def copied(*args):
+        run(*args)
+        clock.advance(5.0)
+
+    runner.execute = watched
+    runner._watch = StepWatch(clock)
+    monkeypatch.setattr(HostKv, "run", copied)
+    monkeypatch.setattr("tailrace.engine.cuda_runner.mark", lambda _: Moment(clock))
+    generate_swapping(runner)
+    assert clock() >= 10.0
+    assert set(found) == {(0.0, 0.0)}
 
 
 def test_sampled_rows_draw_as_on_the_cpu(folder):

@@ -168,6 +168,7 @@ class CudaRunner:
         self._ring = 0
         self._unsettled: list[DeviceResult] = []
         """Steps with grammars, which a later step of theirs must wait for."""
+        self._came: torch.cuda.Event | None = None
         self._began: torch.cuda.Event | None = None
         self._ended: torch.cuda.Event | None = None
         self._host: HostKv | None = None
@@ -345,8 +346,9 @@ class CudaRunner:
         return result
 
     def _queue(self, prepared: PreparedDeviceStep) -> DeviceResult:
-        swap(self._host, prepared.step)
-        self._began = mark(self.device)
+        self._came = self._began = mark(self.device)
+        if swap(self._host, prepared.step):
+            self._began = mark(self.device)
         for slot in prepared.step.released:
             self.sampler.release(slot)
         for entry in prepared.admissions:
@@ -421,7 +423,14 @@ class CudaRunner:
         host = self._host_ids[self._ring, :count]
         self._ring = (self._ring + 1) % RING
         return DeviceResult(
-            host, self._ended, logprobs, errors, prompt_logprobs, began=self._began, before=before
+            host,
+            self._ended,
+            logprobs,
+            errors,
+            prompt_logprobs,
+            before=before,
+            came=self._came,
+            began=self._began,
         )
 
     def _forward(

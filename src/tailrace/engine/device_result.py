@@ -33,10 +33,12 @@ class DeviceResult:
     logprobs: list[TokenLogprobs | None]
     errors: dict[int, str] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    began: torch.cuda.Event | None = None
-    """When the device came to this step."""
     before: torch.cuda.Event | None = None
-    """When it had done the one before."""
+    """When the device had done the step before."""
+    came: torch.cuda.Event | None = None
+    """When it came to this one, or to the copies for it between pool and host."""
+    began: torch.cuda.Event | None = None
+    """When those were made, and its own kernels began."""
     queue_s: float = 0.0
     grammars: dict[int, GrammarState] = field(default_factory=dict)
     """By row; they go on when this is settled."""
@@ -80,7 +82,7 @@ class DeviceResult:
             errors,
             self.prompt_logprobs,
             device_s=seconds_between(self.began, self.event),
-            idle_s=seconds_between(self.before, self.began),
+            idle_s=seconds_between(self.before, self.came),
             queue_s=self.queue_s,
             completed=self._follow(ids, errors),
         )

@@ -19,6 +19,7 @@ from tailrace.errors import EngineError
 from tailrace.kernels.attention_batch import AttentionBatch
 
 if TYPE_CHECKING:
+    from tailrace.clock import Clock
     from tailrace.engine.block_manager import BlockManager
     from tailrace.engine.sampler import Sampler
     from tailrace.engine.scheduler import Chunk, Step
@@ -94,7 +95,7 @@ class StepResult:
     device_s: float = 0.0
     """What the device took for it; 0 where nobody measured."""
     idle_s: float = 0.0
-    """What the device stood still between the step before and this one."""
+    """What the device stood still between the step before and this one, or the copies for it."""
     queue_s: float = 0.0
     """What the runner's thread took to queue it, where it is queued."""
     completed: frozenset[int] = frozenset()
@@ -111,20 +112,28 @@ class StepResult:
 
 
 class StepWatch:
-    """Times steps where they run when they are called, one after the other: on a CPU."""
+    """Times steps where they run when they are called, one after the other: on a CPU.
 
-    def __init__(self) -> None:
-        self._begun_s = self._ended_s = time.perf_counter()
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
+        self._clock = clock
+        self._begun_s = self._ended_s = clock()
         self._idle_s = 0.0
 
+    def come(self) -> None:
+        """Note that a step has come: what follows is its copies, if it has some."""
+        self._idle_s = self._clock() - self._ended_s
+
     def begin(self) -> None:
-        """Note that a step begins."""
-        self._begun_s = time.perf_counter()
-        self._idle_s = self._begun_s - self._ended_s
+        """Note that it begins."""
+        self._begun_s = self._clock()
 
     def end(self) -> tuple[float, float]:
-        """Note that it ended; return the seconds that it took, and those before it."""
-        self._ended_s = time.perf_counter()
+        """Note that it ended; return the seconds that it took, and those before it came."""
+        self._ended_s = self._clock()
         return self._ended_s - self._begun_s, self._idle_s
 
 
@@ -209,6 +218,7 @@ class Runner:
     @torch.inference_mode()
     def execute(self, prepared: PreparedStep) -> StepResult:
         """Run one step; called on the runner's thread only, in order of scheduling."""
+        self._watch.come()
         swap(self._host, prepared.step)
         self._watch.begin()
         result = self._run(prepared)
@@ -248,17 +258,20 @@ class Runner:
         )
 
 
-def swap(host: HostKv | None, step: Step) -> None:
-    """Make a step's copies between pool and host; they are no part of the step's own time.
+def swap(host: HostKv | None, step: Step) -> bool:
+    """Make a step's copies between pool and host, and tell whether there are some.
+
+    They are no part of the step's own time, nor of what the device stands still before it.
 
     Raises:
         EngineError: There are some, but no host memory.
     """
     if not step.swapped_out and not step.swapped_in:
-        return
+        return False
     if host is None:
         raise EngineError("a step swaps KV, but the runner was given no host memory")
     host.run((copy for _, copy in step.swapped_out), (copy for _, copy in step.swapped_in))
+    return True
 
 
 class PromptScorer(Protocol):
