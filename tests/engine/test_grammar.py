@@ -6,6 +6,7 @@ import json
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ from llguidance import LLMatcher
 from tailrace.clock import VirtualClock
 from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.cuda_runner import CudaRunner
+from tailrace.engine.device_result import DeviceResult
 from tailrace.engine.device_sampler import DeviceSampler
 from tailrace.engine.engine import Engine
 from tailrace.engine.runner import Runner
@@ -190,6 +192,34 @@ def test_a_result_that_is_settled_is_not_kept_for_the_next_grammar(folder, gramm
     run(engine, [request("a", LLMatcher.grammar_from_regex("y"))])
     run(engine, [request("b", max_tokens=1)])
     assert engine.runner._unsettled == []
+
+
+def test_waiting_for_the_ids_that_a_mask_needs_is_no_queueing(folder, grammars, monkeypatch):
+    """Else a step with a grammar seems to take the host as long as the one before the device."""
+    engine, clock = make_engine(folder, grammars, kind="gpu"), VirtualClock()
+    settle, execute, found = DeviceResult._settle, engine.runner.execute, []
+
+    def settled(result):
+        clock.advance(8.0)  # until the device is done
+        return settle(result)
+
+    def timed(prepared):
+        clock.advance(1.0)
+        result = execute(prepared)
+        found.append(result.queue_s)
+        return result
+
+    def drawn(*args):
+        clock.advance(2.0)
+        return sample(*args)
+
+    sample = engine.runner.sampler.sample
+    monkeypatch.setattr(DeviceResult, "_settle", settled)
+    monkeypatch.setattr(engine.runner.sampler, "sample", drawn)
+    monkeypatch.setattr(engine.runner, "execute", timed)
+    monkeypatch.setattr("tailrace.engine.cuda_runner.time", SimpleNamespace(perf_counter=clock))
+    run(engine, [request("a", SHORT)])
+    assert set(found) == {2.0}
 
 
 def test_max_tokens_cuts_with_length_and_a_complete_one_is_a_stop(folder, grammars):

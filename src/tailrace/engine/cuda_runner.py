@@ -168,6 +168,8 @@ class CudaRunner:
         self._ring = 0
         self._unsettled: list[DeviceResult] = []
         """Steps with grammars, which a later step of theirs must wait for."""
+        self._waited_s = 0.0
+        """For them, in the step that is being queued."""
         self._came: torch.cuda.Event | None = None
         self._began: torch.cuda.Event | None = None
         self._ended: torch.cuda.Event | None = None
@@ -332,7 +334,7 @@ class CudaRunner:
         Raises:
             DeviceMemoryError: It found no memory; the next step may.
         """
-        begun_s = time.perf_counter()
+        self._waited_s, begun_s = 0.0, time.perf_counter()
         try:
             result = self._queue(prepared)
         except RuntimeError as error:
@@ -342,7 +344,7 @@ class CudaRunner:
             torch.cuda.empty_cache()
             raise DeviceMemoryError(str(error).splitlines()[0]) from error
         # Not a copy: the next step's grammars wait for this very result.
-        result.queue_s = time.perf_counter() - begun_s
+        result.queue_s = time.perf_counter() - begun_s - self._waited_s
         return result
 
     def _queue(self, prepared: PreparedDeviceStep) -> DeviceResult:
@@ -392,8 +394,7 @@ class CudaRunner:
         errors: dict[int, str] = {}
         grammars = self.sampler.grammars(slots)
         if grammars:
-            for result in self._unsettled:
-                result.wait()
+            self._wait_for_ids()
         self._unsettled = [result for result in self._unsettled if not result.is_settled]
         if self.sampler.are_plain_greedy(slots):
             self.sampler.count_drawn(slots)
@@ -411,6 +412,13 @@ class CudaRunner:
             result.grammars = grammars
             self._unsettled.append(result)
         return result
+
+    def _wait_for_ids(self) -> None:
+        """Wait for the ids that the next masks need; that is no part of queueing a step."""
+        begun_s = time.perf_counter()
+        for result in self._unsettled:
+            result.wait()
+        self._waited_s += time.perf_counter() - begun_s
 
     def _result(
         self,
