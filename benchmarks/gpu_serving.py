@@ -19,7 +19,9 @@ A cell is TRAFFIC:cUSERS:SECONDS[:ARMS] (closed loop, no thinking) or TRAFFIC:rR
 replacement from 1000 prompts, `again150-longdoc` from 150. Counted is a window: from the moment
 when as many requests have ended as there are users (in an open loop, from a fifth of the time) to
 the last arrival; ramp and drain are left out, so an arm ends there. Requests count that end in it,
-gaps between tokens that end in it.
+gaps between tokens that end in it. Users of an engine that stops for prompts move in waves, of which
+a window holds no whole number; so a closed loop tells a third rate beside whole requests and tokens:
+users over the mean time of a request (Little's law), which has no edges.
 """
 
 from __future__ import annotations
@@ -309,6 +311,7 @@ def figures(cell: Cell, name: str, run: Run) -> dict[str, Any]:
         if begin < later <= end
     )
     tokens = sum(begin < at <= end for record in run.records for at in record.chunk_s)
+    mean_s = statistics.fmean([e2e_s(r) or 0.0 for r in counted]) if counted else 0.0
     span = end - begin
     return {
         "cell": cell.text,
@@ -319,6 +322,7 @@ def figures(cell: Cell, name: str, run: Run) -> dict[str, Any]:
         "invalid": [r for r in run.verdict.reasons if "interrupted" not in r],
         "rps": len(counted) / span if span > 0 else 0.0,
         "chunks_s": tokens / span if span > 0 else 0.0,
+        "users_s": cell.users / mean_s if mean_s > 0 else 0.0,
         "ttft": points([ttft_s(r) for r in counted]),
         "tpot": points([tpot_s(r) for r in counted]),
         "e2e": points([e2e_s(r) for r in counted]),
@@ -369,8 +373,8 @@ def line(row: dict[str, Any]) -> str:
 
     text = (
         f"{row['cell']:<18} {row['engine']:<9} n {row['counted']:>4} {row['rps']:6.2f} req/s "
-        f"{row['chunks_s']:6.0f} chunks/s | ttft p50/p95/p99 {seconds('ttft')} s | "
-        f"tpot p50/p95 {ms('tpot', 'p50', 'p95')} ms | "
+        f"{row['users_s']:6.2f} users/s {row['chunks_s']:6.0f} chunks/s | "
+        f"ttft p50/p95/p99 {seconds('ttft')} s | tpot p50/p95 {ms('tpot', 'p50', 'p95')} ms | "
         f"itl p50/p95/p99/max {ms('itl', 'p50', 'p95', 'p99', 'max')} ms | e2e {seconds('e2e')} s"
     )
     told = row["machine"]
@@ -401,6 +405,7 @@ def print_ratios(rows: list[dict[str, Any]], name: str, peer: str) -> None:
     for label, read in (
         ("req/s", lambda r: r["rps"]),
         ("chunks/s", lambda r: r["chunks_s"]),
+        ("users/s", lambda r: r["users_s"]),
         ("ttft p95", lambda r: r["ttft"].get("p95")),
         ("itl p99", lambda r: r["itl"].get("p99")),
         ("itl max", lambda r: r["itl"].get("max")),

@@ -10,9 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from benchmarks import gpu_engine, step_cost
+from benchmarks import gpu_engine, gpu_serving, step_cost
 from benchmarks.gpu_engine import STEPS, WHOLE, parser_of_options, write_result
 
+from tailrace.bench.records import Record
 from tailrace.engine import phase_overlap
 
 FILES = sorted((Path(__file__).parents[1] / "benchmarks").glob("*.py"))
@@ -171,3 +172,37 @@ def test_the_hosts_part_of_a_step_is_still_measured_by_the_real_runner(work):
     work(engine, 5)
     assert len(queued) >= before + 5
     assert engine.scheduler.running
+
+
+def wave(start_s, lasts_s, user):
+    """Return one user's request of a wave: it begins and ends with everybody's."""
+    chunk_s = [start_s + lasts_s * share for share in (0.5, 0.75, 1.0)]
+    return Record(
+        index=user, scheduled_s=start_s, planned_input_tokens=8, planned_output_tokens=3,
+        status="ok", dispatched_s=start_s, sent_s=start_s, first_token_s=chunk_s[0],
+        chunk_s=chunk_s, finished_s=chunk_s[-1], input_tokens=8, output_tokens=3,
+        request_id=f"r{user}",
+    )  # fmt: skip
+
+
+def test_users_over_the_mean_time_is_the_rate_though_a_window_cuts_the_waves():
+    early = [wave(5.0 * turn, 5.0, user) for turn in range(3) for user in range(6)]
+    late = [wave(2.5 + 5.0 * turn, 5.0, user) for turn in range(2) for user in (6, 7)]
+    run = SimpleNamespace(records=early + late, verdict=SimpleNamespace(reasons=()), scrapes={})
+    told = gpu_serving.figures(gpu_serving.Cell("chat70:c8:30"), "ours", run)
+    # The window, from 7.5 to 10 s, holds the end of the large wave alone.
+    assert (told["rps"], told["users_s"]) == pytest.approx((6 / 2.5, 8 / 5.0))
+    assert "1.60 users/s" in gpu_serving.line(told)
+
+
+def test_a_window_without_a_request_has_no_rate():
+    records = [wave(0.0, 5.0, user) for user in range(8)]
+    run = SimpleNamespace(records=records, verdict=SimpleNamespace(reasons=()), scrapes={})
+    told = gpu_serving.figures(gpu_serving.Cell("chat70:c8:30"), "ours", run)
+    assert (told["counted"], told["users_s"], told["rps"]) == (0, 0.0, 0.0)
+
+
+def test_an_open_loop_has_no_users():
+    records = [wave(float(turn), 5.0, turn) for turn in range(30)]
+    run = SimpleNamespace(records=records, verdict=SimpleNamespace(reasons=()), scrapes={})
+    assert gpu_serving.figures(gpu_serving.Cell("chat70:r1:30"), "ours", run)["users_s"] == 0.0
