@@ -1,6 +1,6 @@
 """The attention of prompts in transformers on a GPU: ours, SDPA's and FlashAttention's.
 
-    python benchmarks/gpu_hook.py [--out DIR] [--prefill-attention hopper]
+    python benchmarks/gpu_hook.py [--out DIR] [--prefill-attention triton]
 
 First ours and SDPA's are compared with the formula in float64, over padding, prefixes and the
 layouts of models and caches, NaN in every key that is not real; where ours errs by more than twice
@@ -168,13 +168,13 @@ def flash_by_lengths(
 
 @torch.no_grad()
 def attention_row(
-    batch: int, length: int, flash: Callable[..., Tensor] | None, *, by_hopper: bool
+    batch: int, length: int, flash: Callable[..., Tensor] | None, kernel: str
 ) -> dict:
     """One layer's attention of whole prompts, in milliseconds."""
     q = random(batch, HEADS, length, token_major=True)
     k, v = (random(batch, KV_HEADS, length, token_major=False) for _ in range(2))
     calls = {
-        "tailrace": lambda: hook.tailrace_attention(LAYER, q, k, v, None, by_hopper=by_hopper),
+        "tailrace": lambda: hook.tailrace_attention(LAYER, q, k, v, None, prefill_attention=kernel),
         "sdpa": lambda: hook.sdpa_attention_forward(LAYER, q, k, v, None),
     }
     if flash is not None:
@@ -217,13 +217,12 @@ def show(title: str, rows: list[dict], names: list[str], *, with_rates: bool) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--prefill-attention", choices=hook.KERNELS, default="triton")
+    parser.add_argument("--prefill-attention", choices=("hopper", "triton"), default="hopper")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     kernel = arguments.prefill_attention
-    by_hopper = kernel == "hopper"
     hook.register(prefill_attention=kernel)
-    wrong = [*wrong_attention(by_hopper=by_hopper), *wrong_logits()]
+    wrong = [*wrong_attention(by_hopper=kernel == "hopper"), *wrong_logits()]
     print(f"correctness: {len(wrong)} wrong", *wrong, sep="\n", flush=True)
     if wrong:
         raise SystemExit(1)
@@ -232,7 +231,7 @@ def main() -> None:
     cases = [(batch, length) for length in LENGTHS for batch in BATCHES]
     sizes = [{"batch": batch, "tokens": length} for batch, length in cases]
     attention = [
-        size | attention_row(*case, flash and flash[1], by_hopper=by_hopper)
+        size | attention_row(*case, flash and flash[1], kernel)
         for size, case in zip(sizes, cases, strict=True)
     ]
     model = model_of(SHAPE)

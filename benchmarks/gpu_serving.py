@@ -19,9 +19,9 @@ A cell is TRAFFIC:cUSERS:SECONDS[:ARMS] (closed loop, no thinking) or TRAFFIC:rR
 replacement from 1000 prompts, `again150-longdoc` from 150. Counted is a window: from the moment
 when as many requests have ended as there are users (in an open loop, from a fifth of the time) to
 the last arrival; ramp and drain are left out, so an arm ends there. Requests count that end in it,
-gaps between tokens that end in it. Users of an engine that stops for prompts move in waves, of which
-a window holds no whole number; so a closed loop tells a third rate beside whole requests and tokens:
-users over the mean time of a request (Little's law), which has no edges.
+gaps between tokens that end in it. Users of an engine that stops for prompts move in waves, and a
+window holds no whole number of them; so a closed loop tells a third rate beside whole requests and
+tokens: users over the mean time of a request (Little's law), which has no edges.
 """
 
 from __future__ import annotations

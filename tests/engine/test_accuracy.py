@@ -149,6 +149,21 @@ def test_what_is_not_finite_keeps_no_bound_whose_ever_it_is(source, faulty):
     assert record(asked, report, against="") == "not recorded: not finite"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "agreement", "divergence", "is_told"),
+    [("bfloat16", 0.98, 0.001, True), ("bfloat16", 0.98, 0.1, False),
+     ("bfloat16", 0.995, 0.001, False), ("float16", 0.98, 0.001, False),
+     (None, 0.98, 0.001, False)],
+)  # fmt: skip
+def test_what_bfloat16_alone_may_do_is_told(dtype, agreement, divergence, is_told):
+    numerics = None
+    if dtype is not None:
+        numerics = Numerics(dtype, "as stored", "many", dtype, "9.0", "0.1.0", "2.11", "3.6")
+    found = Accuracy(9, agreement, divergence, 0.1, 2.0, 2.0, "decodes", 32)
+    shown = Report("s", "r", (found,), numerics).describe(Bound())
+    assert ("note        activations are rounded to bfloat16" in shown) == is_told
+
+
 @pytest.mark.parametrize("form", [awq(32), float8(blocks=True)], ids=["awq", "fp8"])
 def test_quantised_weights_in_float32_are_their_own_reference(tmp_path, source, form):
     folder = write_quantized(source, tmp_path / "q", form)

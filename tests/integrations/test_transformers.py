@@ -363,6 +363,29 @@ def test_a_name_may_have_hoppers_kernel_and_the_other_keeps_tritons(monkeypatch)
         torch.testing.assert_close(ours[mask.bool()], expected[mask.bool()], rtol=NOISE, atol=NOISE)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "head_dim", "by_hopper"),
+    [("auto", 128, True), ("auto", 64, False), ("triton", 128, False), ("hopper", 64, True)],
+)
+def test_a_name_without_a_kernel_has_the_faster_one(monkeypatch, kernel, head_dim, by_hopper):
+    stand_in = let_hopper_serve(monkeypatch)
+    chosen = {} if kernel == "auto" else {"prefill_attention": kernel}
+    hook.register("tailrace-chosen", **chosen)
+    model = make(LlamaConfig(**SIZES, head_dim=head_dim))
+    found = logits(model, "tailrace-chosen", ids(), use_cache=False)
+    assert (hook.served(), hook.fallbacks()) == (LAYERS, {})
+    assert len(stand_in.calls) == by_hopper * LAYERS
+    expected = logits(model, "sdpa", ids(), use_cache=False)
+    torch.testing.assert_close(found, expected, rtol=NOISE, atol=NOISE)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may have the kernel")
+def test_by_itself_a_name_has_tritons_kernel_where_there_is_no_hopper_gpu():
+    hook.register("tailrace-chosen")
+    logits(make(LlamaConfig(**SIZES, head_dim=128)), "tailrace-chosen", ids(), use_cache=False)
+    assert (hook.served(), hook.fallbacks()) == (LAYERS, {})
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may have the kernel")
 def test_hoppers_kernel_without_a_hopper_gpu_is_sdpa_with_the_reason():
     hook.register("tailrace-hopper", prefill_attention="hopper")
@@ -373,7 +396,8 @@ def test_hoppers_kernel_without_a_hopper_gpu_is_sdpa_with_the_reason():
 
 
 def test_a_kernel_that_is_none_is_refused():
-    with pytest.raises(ConfigError, match="'hoper': must be one of triton, hopper .*'hopper'"):
+    known = "'hoper': must be one of auto, triton, hopper .*'hopper'"
+    with pytest.raises(ConfigError, match=known):
         hook.register(prefill_attention="hoper")
 
 

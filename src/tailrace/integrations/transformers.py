@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger(__name__)
 HEAD_DIMS = (16, 32, 64, 128, 256)
 HOPPER_HEAD_DIMS = (64, 128)
-KERNELS = ("triton", "hopper")
+KERNELS = ("auto", "triton", "hopper")
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -140,14 +140,14 @@ _LEFT_OUT = {
 }
 
 
-def register(name: str = "tailrace", *, prefill_attention: str = "triton") -> None:
+def register(name: str = "tailrace", *, prefill_attention: str = "auto") -> None:
     """Make the attention known to transformers; again does no harm.
 
     Args:
         name: For `model.set_attn_implementation` and `attn_implementation=`.
-        prefill_attention: Whose kernel computes: "triton", or "hopper" (seen on an H200 in the
-            engine's layout, not yet in transformers'; what it does not serve goes to SDPA, with the
-            reason). Each name has its own.
+        prefill_attention: Whose kernel computes: "auto" (Hopper's where it serves and was measured
+            to be faster, which is heads of 128, else Triton's), "triton", or "hopper" (what that
+            does not serve goes to SDPA, with the reason). Each name has its own.
 
     Raises:
         ConfigError: There is no such kernel.
@@ -157,10 +157,9 @@ def register(name: str = "tailrace", *, prefill_attention: str = "triton") -> No
             f"prefill_attention {prefill_attention!r}: must be one of {', '.join(KERNELS)}"
             f"{nearest(prefill_attention, KERNELS)}"
         )
-    by_hopper = prefill_attention == "hopper"
     AttentionMaskInterface.register(name, tailrace_mask)
     AttentionInterface.register(
-        name, partial(tailrace_attention, by_hopper=True) if by_hopper else tailrace_attention
+        name, partial(tailrace_attention, prefill_attention=prefill_attention)
     )
 
 
@@ -191,7 +190,7 @@ def tailrace_attention(  # noqa: PLR0917 - transformers' order
     scaling: float | None = None,
     is_causal: bool | None = None,
     *,
-    by_hopper: bool = False,
+    prefill_attention: str = "auto",
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Return attention [B, Q, Hq, D] and no weights: an entry of `AttentionInterface`.
@@ -207,7 +206,7 @@ def tailrace_attention(  # noqa: PLR0917 - transformers' order
         dropout: Of the weights.
         scaling: Of the scores; 1/sqrt(D) where None.
         is_causal: Over `module.is_causal`.
-        by_hopper: Whether by Hopper's kernel, as a name is registered for.
+        prefill_attention: Whose kernel computes, as a name is registered for.
         kwargs: What else the model says; see `Reason`.
 
     Raises:
@@ -217,9 +216,11 @@ def tailrace_attention(  # noqa: PLR0917 - transformers' order
     found: Spans | Reason | None = None
     if not _is_traced():
         call = _Call(module, query, key, value, dropout, is_causal, kwargs)
+        by_hopper = prefill_attention == "hopper"
         found = _why_not(call, by_hopper=by_hopper) or _spans(call, attention_mask)
         if not isinstance(found, Reason):
             _TALLY.served += 1
+            by_hopper |= prefill_attention == "auto" and _is_faster_by_hopper(call)
             return _prefill(call, found, scaling, by_hopper=by_hopper), None
         _TALLY.fall_back(found)
     output, _ = sdpa_attention_forward(
@@ -368,6 +369,15 @@ _HOPPER_RULES: _Rules = (
     (Reason.NOT_HOPPER, _is_no_hopper),
     (Reason.HOPPER_HEAD_DIM, lambda call: call.query.shape[3] not in HOPPER_HEAD_DIMS),
 )
+
+
+def _is_faster_by_hopper(call: _Call) -> bool:
+    from tailrace.kernels.paged_attention.prefill_kernels import (  # noqa: PLC0415 - needs Triton
+        FASTER_HEAD_DIMS,
+    )
+
+    is_served = not any(holds(call) for _, holds in _HOPPER_RULES)
+    return is_served and call.query.shape[3] in FASTER_HEAD_DIMS
 
 
 def _spans(call: _Call, mask: Tensor | None) -> Spans | Reason:
