@@ -564,6 +564,9 @@ def _plan_measure(
         str | None,
         typer.Option(help="triton: leave Hopper's kernel out; else as of `tailrace serve`."),
     ] = None,
+    block_size: Annotated[
+        str | None, typer.Option(help="As of `tailrace serve`: attention is measured over it.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Default: where `serve --plan auto` looks.")
     ] = None,
@@ -584,7 +587,7 @@ def _plan_measure(
     }
     settings |= {"load_format": load_format, "context_length": context_length}
     settings |= {"fp8_activations": fp8_activations, "kv_cache_dtype": kv_cache_dtype}
-    config = load(settings).engine
+    config = load(settings | {"block_size": block_size}).engine
     if not config.gpus:
         raise ConfigError(
             "plan measure: on a CPU there is nothing to choose, --dtype and --cpu-kernels decide "

@@ -77,12 +77,12 @@ def loaded():
     return kernels
 
 
-def start(asked, bound_s=math.inf, *, kv_dtype=torch.float32):
+def start(asked, bound_s=math.inf, *, kv_dtype=torch.float32, unit=8):
     """Return (kernels, plan, calls timed) of a start."""
     kernels, ticking = loaded(), Ticking()
     plan = settle(
         str(asked), kernels, MODEL, longest=LONGEST, timer=ticking.timer, clock=ticking.clock,
-        bound_s=bound_s, kv_dtype=kv_dtype, unit=8,
+        bound_s=bound_s, kv_dtype=kv_dtype, unit=unit,
     )  # fmt: skip
     return kernels, plan, ticking.calls
 
@@ -120,6 +120,23 @@ def test_a_plan_grows_by_what_another_kind_of_cache_asks(monkeypatch):
         assert (again, calls) == (both, 0)
         won = both.winner(over("decode attention", kv_dtype), "any length")
         assert kernels.decode_row.words == won
+
+
+def test_attention_over_units_of_another_size_is_another_question():
+    """Kernels are compiled for a unit: over another they were neither compared nor timed."""
+    _, plan, _ = start("auto")
+    kernels, both, more = start("auto", unit=16)
+    assert (more, len(both.choices)) == (PREFILLS + DECODES, len(plan.choices) + 2)
+    assert both.choices[: len(plan.choices)] == plan.choices
+    words = "decode attention by units of 16"
+    assert kernels.decode_row.words == both.winner(words, "any length")
+    first = decode_candidates(16, INTERPRETER)[0].words
+    changed = msgspec.structs.replace(both.choice(words, "any length"), winner=first)
+    write(both.with_choices([changed]), file_here())
+    served = [start("auto", unit=unit) for unit in (8, 16)]
+    assert [calls for _, _, calls in served] == [0, 0]
+    usual = plan.winner("decode attention", "any length")
+    assert [kernels.decode_row.words for kernels, _, _ in served] == [usual, first]
 
 
 def test_what_a_bound_left_out_is_measured_by_the_next_start():

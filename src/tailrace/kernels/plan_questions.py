@@ -1,8 +1,8 @@
 """What a GPU's plan asks, and what each question is asked with.
 
     prompts' attention    tile shapes of Triton's kernel and, where it serves, of Hopper's, by the
-                          length of the longest sequence and the cache's dtype; over float8,
-                          widening it for Hopper's is a part of what is timed
+                          length of the longest sequence and the cache's dtype and unit; over
+                          float8, widening it for Hopper's is a part of what is timed
     decodes' attention    warps and stages of the same tiles
     linear layers         the ways of each size, for each class of rows (`linear/ways`)
 
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from tailrace.config import BLOCK_SIZES
 from tailrace.kernels.attention_shapes import (
     BOUNDS,
     CLASSES,
@@ -60,6 +61,10 @@ if TYPE_CHECKING:
 
 PREFILL, DECODE = "prefill attention", "decode attention"
 ANY_LENGTH = "any length"
+UNITS = tuple(int(size) for size in BLOCK_SIZES if size != "auto")
+"""Tokens of a cache's unit, for which kernels are compiled."""
+USUAL_UNIT = UNITS[0]
+"""That plans need not name."""
 _ROWS = 256
 _OUTPUTS = 8192
 """Of attention, and of a layer, that a reference computes at once, to need little memory."""
@@ -178,9 +183,16 @@ def _asked_shapes(
     return tuple(s for s in shapes if not is_hopper(s) or kernels.may_serve_prompts(s))
 
 
-def over(operation: str, kv_dtype: torch.dtype) -> str:
-    """Return what a plan calls an operation over a cache: float8 has kernels of its own."""
-    return f"{operation} over float8" if kv_dtype == FLOAT8 else operation
+def over(operation: str, kv_dtype: torch.dtype, unit: int = USUAL_UNIT) -> str:
+    """Return what a plan calls an operation over a cache: each kind has kernels of its own.
+
+    Args:
+        operation: `PREFILL` or `DECODE`.
+        kv_dtype: Of the cache.
+        unit: Tokens of one of its units.
+    """
+    words = f"{operation} over float8" if kv_dtype == FLOAT8 else operation
+    return words if unit == USUAL_UNIT else f"{words} by units of {unit}"
 
 
 @dataclass(frozen=True)
@@ -288,7 +300,7 @@ def _prefill(
     if usual not in shapes:  # of another dtype of KV
         usual = prefill_shape(heads.dim, bound - 1, kernels.capability)
     works = {name_of(shape): partial(by, shape) for shape in shapes}
-    return Question(over(PREFILL, kv_dtype), key_words(bound), name_of(usual), works, truth)
+    return Question(over(PREFILL, kv_dtype, unit), key_words(bound), name_of(usual), works, truth)
 
 
 def _tiles(length: int, block_m: int, device: torch.device) -> Tensor:
@@ -333,7 +345,9 @@ def _decode(
         return torch.cat([_attended(q, k, v)[:, 0] for q, k, v in rows])
 
     works = {shape.words: partial(by, shape) for shape in shapes}
-    return Question(over(DECODE, kv_dtype), ANY_LENGTH, usual.words, works, truth, is_exact=True)
+    return Question(
+        over(DECODE, kv_dtype, unit), ANY_LENGTH, usual.words, works, truth, is_exact=True
+    )
 
 
 def _linear(

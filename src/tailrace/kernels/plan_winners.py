@@ -7,6 +7,7 @@ asked here, and its winners to what is a candidate here, before any of them serv
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING
 
 from tailrace.errors import ConfigError
@@ -19,6 +20,7 @@ from tailrace.kernels.plan_questions import (
     ANY_LENGTH,
     DECODE,
     PREFILL,
+    UNITS,
     decode_shapes,
     over,
     prefill_shapes,
@@ -49,9 +51,9 @@ def strangers(
         unit: Tokens of one of its units.
     """
     shapes = [name_of(shape) for shape in prefill_shapes(kernels, head_dim, kv_dtype, unit)]
-    options = {(over(PREFILL, kv_dtype), key_words(bound)): shapes for bound in BOUNDS}
+    options = {(over(PREFILL, kv_dtype, unit), key_words(bound)): shapes for bound in BOUNDS}
     decodes = [shape.words for shape in decode_shapes(kernels, head_dim, kv_dtype)]
-    options[over(DECODE, kv_dtype), ANY_LENGTH] = decodes
+    options[over(DECODE, kv_dtype, unit), ANY_LENGTH] = decodes
     for layer in kernels.planned_layers:
         for ways in layer.planned:
             for most_rows in ways.classes:
@@ -67,8 +69,8 @@ def strangers(
 
 def _operations(kernels: TritonKernels) -> Collection[str]:
     """Return the operations that are asked about, over each kind of cache."""
-    attention = {PREFILL, DECODE, over(PREFILL, FLOAT8), over(DECODE, FLOAT8)}
-    return attention | {words_of(layer) for layer in kernels.planned_layers}
+    kinds = product((PREFILL, DECODE), (kernels.dtype, FLOAT8), UNITS)
+    return {over(*kind) for kind in kinds} | {words_of(layer) for layer in kernels.planned_layers}
 
 
 def apply(
@@ -108,12 +110,12 @@ def apply(
     usual = partial(kernels.usual_prefill_shape, head_dim)
     rows = []
     for bound in BOUNDS:
-        question = over(PREFILL, kv_dtype), key_words(bound)
+        question = over(PREFILL, kv_dtype, unit), key_words(bound)
         _winner(plan, *question, list(shapes), file)
         shape = _allowed_winner(plan.choice(*question), kernels, shapes, file)
         rows.append((bound, shape or usual(bound - 1)))
     decodes = {shape.words: shape for shape in decode_shapes(kernels, head_dim, kv_dtype)}
-    decode_name = _winner(plan, over(DECODE, kv_dtype), ANY_LENGTH, list(decodes), file)
+    decode_name = _winner(plan, over(DECODE, kv_dtype, unit), ANY_LENGTH, list(decodes), file)
     served = []
     for layer in kernels.planned_layers:
         for ways in layer.planned:
