@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tailrace.clock import VirtualClock
 from tailrace.config import EngineConfig
 from tailrace.engine.engine import Engine
+from tailrace.engine.host_kv import CopyCosts
 from tailrace.engine.runner import Runner
 from tailrace.engine.sampler import Sampler
 from tailrace.engine.scheduler import Scheduler
@@ -60,7 +61,7 @@ class Model:
         if host_places:
             kept = runner.keep_on_host(host_places)
             kept._host.fill_(-1)  # all bits set: NaN in any dtype
-            host = HostMemory(host_places, kept.unit_bytes, unit_s=0.0)
+            host = HostMemory(host_places, kept.unit_bytes, CopyCosts(0.0, 0.0, 1))
         for k_cache, v_cache in runner.kv_caches:
             k_cache.fill_(torch.nan)
             v_cache.fill_(torch.nan)

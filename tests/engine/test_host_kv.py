@@ -1,10 +1,12 @@
 import gc
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from tailrace.clock import VirtualClock
 from tailrace.engine.host_kv import HostKv, _pin, runs
 from tailrace.engine.host_units import KvCopy
 
@@ -71,10 +73,42 @@ def test_sizes_are_those_of_all_layers_and_measuring_leaves_the_pool_alone():
     host = HostKv(pool, 4)
     assert host.unit_bytes == 2 * LAYERS * HEADS * SIZE * DIM * 4
     assert host.nbytes == 4 * host.unit_bytes
-    assert host.measure_unit_s() > 0
+    assert host.measure().seconds(4) > 0
     for now, old in zip(pool, before, strict=True):
         assert torch.equal(now[0], old[0])
         assert torch.equal(now[1], old[1])
+
+
+@pytest.mark.parametrize(("part_s", "unit_s"), [(1e-3, 9e-6), (0.0, 9e-6), (1e-3, 0.0)])
+def test_what_a_copy_costs_whatever_its_size_is_told_from_what_each_unit_does(
+    monkeypatch, part_s, unit_s
+):
+    """A part is two kernels a layer and one copy, however few units it has."""
+    clock, sizes = VirtualClock(), []
+    k, v = torch.randn(2, 300, SIZE, HEADS, DIM)
+    host = HostKv([(k.permute(0, 2, 3, 1), v.permute(0, 2, 1, 3))], 250)
+
+    def run(out, back):
+        for copy in (*out, *back):
+            sizes.append(len(copy.units))
+            clock.advance(part_s + unit_s * len(copy.units))
+
+    monkeypatch.setattr(host, "run", run)
+    monkeypatch.setattr("tailrace.engine.host_kv.time", SimpleNamespace(perf_counter=clock))
+    costs = host.measure()
+    assert max(sizes) == 250  # as much as is gathered at once
+    for units, parts in ((1, 1), (7, 1), (250, 1), (251, 2), (1000, 4)):
+        assert costs.seconds(units) == pytest.approx(parts * part_s + units * unit_s)
+
+
+def test_a_pool_of_one_unit_and_a_clock_that_stands_still_are_measured_too(monkeypatch):
+    pool = [(torch.randn(1, SIZE, HEADS, DIM).permute(0, 2, 3, 1),) * 2]
+    costs = HostKv(pool, 3).measure()
+    assert costs.seconds(2) == 2 * costs.seconds(1) > 0.0
+    monkeypatch.setattr(
+        "tailrace.engine.host_kv.time", SimpleNamespace(perf_counter=VirtualClock())
+    )
+    assert HostKv(pool, 3).measure().seconds(2) == 0.0
 
 
 def test_runs_are_the_stretches_that_count_up():

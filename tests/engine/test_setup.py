@@ -13,7 +13,7 @@ from tailrace.config import EngineConfig
 from tailrace.engine import setup
 from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.garbage import collecting_nothing
-from tailrace.engine.host_kv import HostKv
+from tailrace.engine.host_kv import CopyCosts, HostKv
 from tailrace.engine.start_times import StartTimes
 from tailrace.errors import ConfigError
 from tailrace.telemetry.host_memory import Room
@@ -80,7 +80,7 @@ def test_host_memory_is_taken_in_whole_units_and_copies_are_timed():
     config = EngineConfig(cpu_offload_gib=10.5 * unit / 2**30)
     host = setup.take_host_memory(config, Keeper(), unit, lambda: Room(11 * unit, "it"))
     assert (host.places, host.unit_bytes) == (10, unit)
-    assert host.unit_s > 0
+    assert host.copies.seconds(1) > 0
     # Where none is asked for, nobody looks what there is.
     assert setup.take_host_memory(EngineConfig(), Keeper(), unit, room=None) is None
 
@@ -104,7 +104,8 @@ def test_host_memory_beyond_the_room_is_refused_and_told_whose_limit_it_was():
 
 def test_swapping_pays_where_copying_is_quicker_than_computing_again():
     blocks = BlockManager(4, 8)
-    host = setup.HostMemory(places=100, unit_bytes=1, unit_s=0.5e-3)
+    copies = CopyCosts(part_s=1e-3, unit_s=0.4e-3, part_units=50)
+    host = setup.HostMemory(places=100, unit_bytes=1, copies=copies)
     loaded = setup.Loaded(None, None, blocks, 64, "", None, host=host)
     pays = setup.swap_pays(loaded)
     assert pays(80, 10)  # nothing is known yet of how long computing takes

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,8 +27,25 @@ if TYPE_CHECKING:
 
 STAGING_BYTES = 64 << 20
 """Most of the device's memory that copies take."""
-_MEASURED_UNITS = 64
 _MEASUREMENTS = 3
+
+
+@dataclass(frozen=True)
+class CopyCosts:
+    """What it takes to copy units one way: in parts, of which each costs something by itself.
+
+    Two kernels gather, or scatter, a layer's keys and values, of however few units: on a GPU most
+    of what a few units take.
+    """
+
+    part_s: float
+    unit_s: float
+    part_units: int
+    """Most units of one part."""
+
+    def seconds(self, units: int) -> float:
+        """Return what so many units take."""
+        return -(-units // self.part_units) * self.part_s + units * self.unit_s
 
 
 class HostKv:
@@ -80,12 +98,18 @@ class HostKv:
             for layer, rows in enumerate(self._rows):
                 rows.index_copy_(0, units, staged[:, layer])
 
-    def measure_unit_s(self) -> float:
-        """Return the seconds that a unit takes one way, the quickest of a few times.
+    def measure(self) -> CopyCosts:
+        """Return what copies take, by the smallest and the largest part, the quickest of a few.
 
         Leaves the pool as it was; not while anybody is served.
         """
-        count = min(_MEASURED_UNITS, self._rows[0].shape[0], self._host.shape[0])
+        most = len(self._staging)
+        one_s, most_s = self._one_way_s(1), self._one_way_s(most)
+        unit_s = max(0.0, most_s - one_s) / max(1, most - 1)
+        return CopyCosts(part_s=max(0.0, one_s - unit_s), unit_s=unit_s, part_units=most)
+
+    def _one_way_s(self, count: int) -> float:
+        """Return what so many units take one way."""
         copies = [KvCopy(list(range(count)), list(range(count)))]
         taken_s = math.inf
         for _ in range(_MEASUREMENTS):
@@ -94,7 +118,7 @@ class HostKv:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             taken_s = min(taken_s, time.perf_counter() - started_s)
-        return taken_s / (2 * count)
+        return taken_s / 2
 
     def _parts(
         self, copies: Iterable[KvCopy]

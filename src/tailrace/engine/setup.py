@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tailrace.config import EngineConfig
-    from tailrace.engine.host_kv import HostKv
+    from tailrace.engine.host_kv import CopyCosts, HostKv
     from tailrace.engine.step_runner import StepRunner
     from tailrace.engine.step_time import StepLoad
     from tailrace.models.causal_lm import CausalLM
@@ -66,8 +66,8 @@ class HostMemory:
     places: int
     """Units that it holds."""
     unit_bytes: int
-    unit_s: float
-    """To copy one of them one way, measured."""
+    copies: CopyCosts
+    """Of copies to it and back, measured."""
 
 
 def thread_count(asked: int) -> int:
@@ -298,15 +298,17 @@ def take_host_memory(
         )
     started_s = time.monotonic()
     kept = runner.keep_on_host(places)
-    host = HostMemory(places, unit_bytes, kept.measure_unit_s())
+    copies = kept.measure()
+    most = copies.part_units
     log.info(
         "host_kv",
         gib=round(kept.nbytes / 2**30, 3),
         units=places,
-        copied_gb_per_s=round(unit_bytes / host.unit_s / 1e9, 2),
+        copied_gb_per_s=round(most * unit_bytes / copies.seconds(most) / 1e9, 2),
+        copy_s=float(f"{copies.part_s:.3g}"),
         seconds=round(time.monotonic() - started_s, 2),
     )
-    return host
+    return HostMemory(places, unit_bytes, copies)
 
 
 def swap_pays(loaded: Loaded) -> Callable[[int, int], bool] | None:
@@ -323,7 +325,7 @@ def swap_pays(loaded: Loaded) -> Callable[[int, int], bool] | None:
         costs = loaded.step_time.costs
         if costs is None:
             return True
-        return 2 * units * host.unit_s < costs.again_s(tokens)
+        return 2 * host.copies.seconds(units) < costs.again_s(tokens)
 
     return pays
 
