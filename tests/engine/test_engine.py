@@ -904,3 +904,19 @@ def test_reports_say_when_a_place_will_be_free_while_somebody_waits_for_one():
     assert 8.0 < bench.engine.stats().place_free_s < 11.0
     bench.run()
     assert bench.engine.stats().place_free_s is None
+
+
+def test_rows_that_pad_a_step_without_decodes_are_nobodys_stream():
+    """The pace's margin is of steps that streams wait for: such a step was not cut to a time."""
+    bench = make_bench(target_s=0.002)
+    execute, margin = bench.runner.execute, bench.engine.scheduler.pace.margin
+    bench.runner.computed = lambda step: replace(step.load, decodes=4)
+    bench.runner.execute = lambda rows: replace(execute(rows), device_s=1.0)
+    bench.engine.add(request("r-0", [1] * 40, 1))
+    bench.run()
+    assert margin.value == 1.0
+    bench.engine.add(request("r-1", [1] * 8, 20))
+    bench.step()
+    bench.engine.add(request("r-2", [2] * 40, 1))
+    bench.run()
+    assert margin.value > 1.0

@@ -376,7 +376,8 @@ class Engine:
             self.step_time.observe(in_flight.load, result.device_s)
         pace = self.scheduler.pace
         if pace is not None and predicted_s is not None and result.device_s > 0.0:
-            pace.observe(in_flight.load, predicted_s, result.device_s)
+            # By its chunks: rows that pad it to a captured size are nobody's stream.
+            pace.observe(in_flight.step.load, predicted_s, result.device_s)
             self.meter.pace_margin = pace.margin.value
         self._counters.steps += 1
         self._counters.step_time_s = now - started

@@ -47,7 +47,7 @@ class Pace:
         return self.target_s / self.margin.value
 
     def observe(self, load: StepLoad, predicted_s: float, measured_s: float) -> None:
-        """Learn from a step that is done: what it computed, and its seconds on the device."""
+        """Learn from a step that is done: what its chunks asked for, its seconds on the device."""
         if load.decodes and load.prefill_tokens:
             self.margin.add(predicted_s, measured_s, self.target_s)
 
