@@ -113,7 +113,9 @@ def quicken():
     tl.core.tuple_type.__init__ = note
     tl.core.tuple_type.name = property(spell)
     _quicken_calls()
+    _quicken_scopes()
     _quicken_shapes()
+    _quicken_operands()
 
 
 def _quicken_calls():
@@ -136,23 +138,139 @@ def _quicken_calls():
     interpreter._patch_attr = attribute
 
 
+def _quicken_scopes():
+    """Replace the language's functions once a launch, not for each function that a kernel calls."""
+    from triton import language as tl  # noqa: PLC0415 - where Triton is not installed
+    from triton.runtime import interpreter  # noqa: PLC0415 - as above
+
+    scope = interpreter._LangPatchScope
+    their_patch, their_restore = interpreter._patch_lang, scope.restore
+    languages = {id(tl): tl, id(tl.core): tl.core}
+    seen: dict[int, tuple[dict, set[int]]] = {}
+    replaced: set[int] = set()
+
+    def patch(fn):
+        names = fn.__globals__
+        if id(names) not in seen:  # and kept, so that no other ones take its place
+            seen[id(names)] = names, {id(value) for value in names.values()} & languages.keys()
+        wanted = seen[id(names)][1]
+        if wanted <= replaced:
+            return scope()
+        replaced.update(wanted)
+        return their_patch(fn)
+
+    def restore(self):
+        their_restore(self)
+        replaced.clear()
+
+    interpreter._patch_lang, scope.restore = patch, restore
+
+
+def _quicken_operands():
+    """Look for what is to be converted only where types differ, and compare those by identity.
+
+    And do not compute anew, in 64 bits, what no assertion reads: whether integers overflow is
+    found out for debugging alone.
+    """
+    from triton import language as tl  # noqa: PLC0415 - where Triton is not installed
+    from triton.language.semantic import TritonSemantic  # noqa: PLC0415 - as above
+    from triton.runtime import interpreter  # noqa: PLC0415 - as above
+
+    if not interpreter.interpreter_builder.options.debug:
+        TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
+    for kind in (tl.core.dtype, tl.core.pointer_type):
+        _compare_by_identity(kind)
+    value, halves = tl.core.tensor, (tl.float16, tl.bfloat16)
+    their_check, their_cast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.cast
+    their_tensor, their_unwrap = TritonSemantic.to_tensor, tl.core._unwrap_if_constexpr
+    # Numbers that are taken as what they are combined with.
+    whole = {"int32": (int,), "int64": (int,), "fp32": (int, float)}
+    plain = {value, int, float, bool, str, type(None), tl.core.dtype, tl.core.pointer_type}
+
+    def check(
+        self, left, right, left_pointer=False, right_pointer=False, arithmetic=True, division=False
+    ):
+        if type(left) is value and type(right) is value:
+            kind = left.dtype
+            if kind.is_ptr():
+                is_plain = left_pointer and right.dtype.is_int()
+            else:  # halves are divided in single precision
+                is_plain = kind is right.dtype and not (division and kind in halves)
+            if is_plain:
+                return self.broadcast_impl_value(left, right)
+        elif arithmetic and type(left) is value:
+            is_whole = type(right) in whole.get(left.dtype.name, ())
+            if is_whole and abs(right) < 1 << 31:
+                right = self.scalar_constant(right, left.dtype)
+                return self.broadcast_impl_value(left, right)
+        return their_check(self, left, right, left_pointer, right_pointer, arithmetic, division)
+
+    def cast(self, given, kind, rounding=None):
+        if rounding is None and given.dtype is kind:
+            return given
+        return their_cast(self, given, kind, rounding)
+
+    def to_tensor(self, given, check_type=True):
+        return given if type(given) is value else their_tensor(self, given, check_type)
+
+    def unwrap(given):
+        return given if type(given) in plain else their_unwrap(given)
+
+    TritonSemantic.binary_op_type_checking_impl, TritonSemantic.cast = check, cast
+    TritonSemantic.to_tensor, tl.core._unwrap_if_constexpr = to_tensor, unwrap
+    _quicken_handles()
+
+
+def _compare_by_identity(kind):
+    theirs = kind.__eq__
+    kind.__eq__ = lambda self, other: self is other or theirs(self, other)
+
+
+def _quicken_handles():
+    """Know by a type's name how many bytes a value of it may have."""
+    from triton.runtime import interpreter  # noqa: PLC0415 - where Triton is not installed
+
+    handle = interpreter.TensorHandle
+    their_check = handle.__post_init__
+    most_bytes: dict[str, int] = {}
+
+    def room(kind):
+        if kind.name not in most_bytes:
+            bits = 64 if kind.is_ptr() else kind.primitive_bitwidth
+            most_bytes[kind.name] = max(bits, 8) // 8
+        return most_bytes[kind.name]
+
+    def make(self, data, dtype, attr=None):
+        self.data, self.dtype = data, dtype
+        self.attr = {} if attr is None else attr
+        if data.itemsize > room(dtype):
+            their_check(self)
+
+    def operate(self, left, right, operation):
+        kind = left.dtype.scalar
+        found = operation(left.data, right.data)
+        if found.itemsize > room(kind):
+            found = found.astype(interpreter._get_np_dtype(kind))
+        return handle(found, kind)
+
+    handle.__init__ = make
+    interpreter.InterpreterBuilder.binary_op = operate
+
+
 def _quicken_shapes():
     """Check a shape once, not for every value that has it; name types when somebody reads it."""
     from triton import language as tl  # noqa: PLC0415 - where Triton is not installed
-    from triton.language.semantic import TritonSemantic  # noqa: PLC0415 - as above
 
     block, value, shapes = tl.core.block_type, tl.core.tensor, tl.core.tuple
+    constant = tl.core.constexpr
     their_block, their_value = block.__init__, value.__init__
     their_shape, their_equal = shapes.__init__, shapes.__eq__
-    their_broadcast = TritonSemantic.broadcast_impl_value
     checked: dict[tuple[int, ...], tuple] = {}
-    shown: dict[tuple[int, ...], tuple] = {}
+    shown: dict[int, tuple] = {}
 
     def make_block(self, element_ty, shape):
-        key = tuple(shape)
-        if not all(type(size) is int for size in key):
-            their_block(self, element_ty, shape)
-        elif key not in checked:
+        key = tuple([size.value if type(size) is constant else size for size in shape])
+        if key not in checked:
             their_block(self, element_ty, shape)
             checked[key] = self.shape, self.numel
         else:
@@ -160,13 +278,15 @@ def _quicken_shapes():
             self.shape, self.numel = checked[key]
 
     def make_value(self, handle, kind):
-        key = tuple(kind.shape) if kind.is_block() else ()
-        if key not in shown:
+        # A scalar has none; others have the one that is kept above.
+        shape = kind.shape if type(kind) is block else None
+        known = shown.get(id(shape))
+        if known is None:
             their_value(self, handle, kind)
-            shown[key] = self.shape, self.numel
+            shown[id(shape)] = self.shape, self.numel
         else:
             self.handle, self.type, self.dtype = handle, kind, kind.scalar
-            self.shape, self.numel = shown[key]
+            self.shape, self.numel = known
 
     def make_shape(self, args, type=None):  # noqa: A002 - their name
         if type is None:
@@ -180,11 +300,6 @@ def _quicken_shapes():
             return tl.constexpr(self.values == list(values))
         return their_equal(self, other)
 
-    def broadcast(self, left, right):
-        if left.type.is_block() and right.type.is_block() and left.type.shape is right.type.shape:
-            return left, right
-        return their_broadcast(self, left, right)
-
     # Both give way to what an object was told itself.
     for kind, name, make in (
         (block, "name", lambda self: f"<{self.shape}, {self.element_ty}>"),
@@ -195,4 +310,35 @@ def _quicken_shapes():
         setattr(kind, name, lazy)
     block.__init__, value.__init__, shapes.__init__ = make_block, make_value, make_shape
     shapes.__eq__ = equal
+    _quicken_broadcasts()
+
+
+def _quicken_broadcasts():
+    """Spread blocks of one rank at once, and leave alone what has one shape."""
+    import numpy as np  # noqa: PLC0415 - conftest.py imports this file for every test
+    from triton import language as tl  # noqa: PLC0415 - where Triton is not installed
+    from triton.language.semantic import TritonSemantic  # noqa: PLC0415 - as above
+    from triton.runtime import interpreter  # noqa: PLC0415 - as above
+
+    block, value = tl.core.block_type, tl.core.tensor
+    theirs = TritonSemantic.broadcast_impl_value
+
+    def spread(given, shape):
+        if given.type.shape.values == shape:
+            return given
+        handle = interpreter.TensorHandle(np.broadcast_to(given.handle.data, shape), given.dtype)
+        return value(handle, block(given.dtype, shape))
+
+    def broadcast(self, left, right):
+        if type(left.type) is block and type(right.type) is block:
+            if left.type.shape is right.type.shape:
+                return left, right
+            sizes = left.type.shape.values, right.type.shape.values
+            if len(sizes[0]) == len(sizes[1]) and all(
+                a == b or 1 in {a, b} for a, b in zip(*sizes, strict=True)
+            ):
+                shape = [b if a == 1 else a for a, b in zip(*sizes, strict=True)]
+                return spread(left, shape), spread(right, shape)
+        return theirs(self, left, right)
+
     TritonSemantic.broadcast_impl_value = broadcast
