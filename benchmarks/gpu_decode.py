@@ -11,6 +11,13 @@ neither the room nor the tile's way into memory may change any. Then several lay
 bytes than the L2 cache keeps, are gone through in one graph; microseconds a layer, with dependent
 launches and without.
 
+`--once` runs each case twice, by what serves and with room for 8,192 tokens, for a profiler that
+looks into the kernel:
+
+    ncu --clock-control none --set full -k regex:decode_kernel -o DIR/decode \
+        python benchmarks/gpu_decode.py --once
+    ncu -i DIR/decode.ncu-rep --page source --csv --print-source sass
+
 `--other` is another version of kernels/paged_attention/triton_decode.py (`git show COMMIT:... >
 FILE`), whose `decode` is checked and timed beside.
 """
@@ -19,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
@@ -41,6 +49,7 @@ if TYPE_CHECKING:
 
     from tailrace.kernels.paged_attention.triton_decode import DecodeShape
 
+SERVES = "what serves"
 ROOMS = (8192, 131_072)
 GRIDS = {"each its own": 1 << 30, "in turn": 0}
 """Splits that may have a program each, in the arms beside what serves."""
@@ -92,7 +101,7 @@ def ways(capability: tuple[int, int], other: ModuleType | None) -> list[Way]:
             "split 256": replace(usual, split=256),
             "split 1024": replace(usual, split=1024),
         }
-        found.append(Way("what serves", triton_decode, float8, usual))
+        found.append(Way(SERVES, triton_decode, float8, usual))
         if other is not None:
             found.append(Way("the other", other, float8, usual))
         found += [
@@ -146,6 +155,16 @@ def time_case(way: Way, batch: int, keys: int, room: int) -> dict[str, Any]:
     return entry
 
 
+def run_once(usual: list[Way]) -> None:
+    """Run each case twice, of another cache each time: the first compiles; say in which order."""
+    for way, (batch, keys) in itertools.product(usual, CASES):
+        cases = [Case([(1, keys)] * batch, 8, False, way.float8) for _ in range(2)]
+        for case in cases:
+            way.run(case, ROOMS[0])
+        torch.cuda.synchronize()
+        print(f"{'float8' if way.float8 else '16 bits'}: {batch} x {keys}, twice")
+
+
 def compile_all(count: int, other: list[str]) -> None:
     """Fill the disk cache, each way in a process of its own: compiled in turn they take minutes."""
     command = [sys.executable, __file__, *other, "--compile"]
@@ -180,10 +199,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--other", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--once", action="store_true", help="for a profiler")
     parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     on_gpu = arguments.device == "cuda"
     capability = torch.cuda.get_device_capability() if on_gpu else (9, 0)
+    if arguments.once:
+        run_once([w for w in ways(capability, None) if w.words == SERVES])
+        return
     all_ways = ways(capability, load(arguments.other) if arguments.other else None)
     if arguments.compile is not None:
         compile_one(all_ways[arguments.compile])
