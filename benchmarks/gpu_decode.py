@@ -93,9 +93,10 @@ def ways(capability: tuple[int, int], other: ModuleType | None) -> list[Way]:
     found = []
     for float8 in (False, True):
         usual = decode_shape(DIM, capability, is_float8=float8)
-        deeper = replace(usual, num_stages=usual.num_stages + 1)
+        # Two stages more are a tile more in flight: the table's loads have stages of their own.
+        deeper = replace(usual, num_stages=usual.num_stages + 2)
         shapes = {
-            "one stage more": deeper,
+            "a tile more": deeper,
             "tiles of 64": replace(usual, block_n=64),
             "64, 5 stages": replace(usual, block_n=64, num_stages=5),
             "split 256": replace(usual, split=256),
