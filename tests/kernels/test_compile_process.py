@@ -93,6 +93,19 @@ def test_a_cache_that_cannot_be_read_is_as_good_as_none(tmp_path, monkeypatch):
         assert compile_process.cache_is_cold()
 
 
+def test_folders_of_a_start_that_was_killed_while_it_compiled_count_for_nothing(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    folders = [tmp_path / str(number) for number in range(40)]
+    for folder in folders:
+        folder.mkdir()
+    assert compile_process.cache_is_cold()
+    for folder in folders[:32]:
+        (folder / "kernel.cubin").touch()
+    assert not compile_process.cache_is_cold()
+
+
 def test_who_may_not_choose_cores_starts_without_one(monkeypatch):
     """As where a sandbox forbids it: the start compiles by itself."""
 

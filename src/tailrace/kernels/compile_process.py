@@ -94,14 +94,24 @@ def cache_folder() -> Path:
 def cache_is_cold() -> bool:
     """Whether Triton's cache on disk has next to nothing, or cannot be read (`is_on_disk` says so).
 
+    Entries are folders; who was killed while it compiled left empty ones, which count for nothing.
     It is counted no further than it takes to tell.
     """
     try:
         with os.scandir(cache_folder()) as entries:
-            found = sum(1 for _ in islice(entries, _COLD_ENTRIES))
+            held = (entry for entry in entries if _holds_something(entry))
+            found = sum(1 for _ in islice(held, _COLD_ENTRIES))
     except OSError:
         return True
     return found < _COLD_ENTRIES
+
+
+def _holds_something(entry: os.DirEntry[str]) -> bool:
+    try:
+        with os.scandir(entry) as files:
+            return next(files, None) is not None
+    except NotADirectoryError:
+        return True
 
 
 def _environment() -> dict[str, str]:
