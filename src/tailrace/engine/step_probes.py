@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger("tailrace.engine")
 
 _FEW_TOKENS = 64
+_SHORT_TOKENS = 128
+"""Of the shortest prompt, most of whose arithmetic hides behind the reading of the weights."""
 _MANY_TOKENS = 4096
 _LEAST_PROBES = 2
 _QUICK_S = 0.1
@@ -76,23 +78,28 @@ def choose(
         return max(1, min(_MANY_TOKENS, context_length - 1, kv_tokens // (2 * decodes)))
 
     few = min(_FEW_TOKENS, -(-long(most) // 2))
-    start = max(0, min(_MANY_TOKENS, context_length - token_budget, kv_tokens // 2 - token_budget))
+
+    def deep(tokens: int) -> int:
+        return max(0, min(_MANY_TOKENS, context_length - tokens, kv_tokens // 2 - tokens))
+
     whole = max(1, min(token_budget, context_length - 1, kv_tokens // 2))
+    quarter = max(1, whole // 4)
     half = max(1, most // 2)
     probes = [
         # In this order the first few tell the most: each brings in one more term.
         Probe(decodes=1, context=few),
-        Probe(tokens=max(1, whole // 4)),
+        Probe(tokens=quarter),
         Probe(decodes=half, context=few),
         Probe(decodes=half, context=long(half)),
-        Probe(tokens=max(1, whole // 4), start=start),
+        # Prompts from their first token on do not tell attention from tokens (step_time.fit).
+        Probe(tokens=quarter, start=deep(quarter)),
         Probe(tokens=whole),
         Probe(decodes=1, context=long(1)),
-        Probe(tokens=max(1, whole // 8)),
+        Probe(tokens=max(1, min(_SHORT_TOKENS, whole // 8))),
         Probe(decodes=most, context=few),
         Probe(decodes=most, context=long(most)),
         Probe(tokens=max(1, whole // 2)),
-        Probe(tokens=whole, start=start),
+        Probe(tokens=whole, start=deep(token_budget)),
     ]
     others = most - 1  # the prompt takes a place too
     beside = min(whole, token_budget - most)
