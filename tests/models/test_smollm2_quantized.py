@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import re
-import shutil
+from functools import cache
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tailrace.bench.corpus import python_text
 from tailrace.config import EngineConfig
@@ -19,6 +16,7 @@ from tailrace.models.awq_export import export_awq
 from tailrace.models.loader import load_model
 from tailrace.text.tokenizer import Tokenizer
 from tests.models.paged import PagedRun
+from tests.support.layers import every_fifth_layer
 from tests.support.quantized import (
     awq,
     compressed_float8,
@@ -27,7 +25,6 @@ from tests.support.quantized import (
     plain_beside,
     write_quantized,
 )
-from tests.support.tiny import write_json
 
 pytestmark = [
     pytest.mark.slow,
@@ -45,8 +42,7 @@ FORMATS = {
     "fp8-block": lambda: float8(blocks=True),
     "fp8-tensor": lambda: float8(blocks=False),
 }
-POSITIONS = 400
-LAYERS = 6
+POSITIONS = 200
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +52,18 @@ def source(smollm2_folder):
 
 @pytest.fixture(scope="module")
 def part(source, tmp_path_factory):
-    """Every fifth of its layers: where each number is compared, the others would tell no more."""
-    folder = tmp_path_factory.mktemp("part") / "smollm2"
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((source / "config.json").read_text())
-    write_json(folder / "config.json", config | {"num_hidden_layers": LAYERS})
-    tensors = {}
-    for name, value in load_file(source / "model.safetensors").items():
-        found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
-        if found is None:
-            tensors[name] = value
-        elif int(found[1]) % 5 == 0:
-            tensors[f"model.layers.{int(found[1]) // 5}.{found[2]}"] = value
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    assert config["num_hidden_layers"] == 5 * LAYERS
-    return folder
+    return every_fifth_layer(source, tmp_path_factory.mktemp("part") / "smollm2")
+
+
+@pytest.fixture(scope="module")
+def whole(source, tmp_path_factory):
+    """Return the folder of the model in a format, written once."""
+
+    @cache
+    def written(form):
+        return write_quantized(source, tmp_path_factory.mktemp("whole") / form, FORMATS[form]())
+
+    return written
 
 
 @pytest.fixture(scope="module")
@@ -105,10 +98,9 @@ def test_4_bits_rounded_to_fp8_are_the_plain_twins_rounded_to_fp8(part, tokens, 
 
 
 @pytest.mark.parametrize("form", ["awq", "fp8-block"])
-def test_what_is_served_keeps_the_bound(source, tmp_path, form):
+def test_what_is_served_keeps_the_bound(whole, form):
     """In float16, as a CPU serves it, beside the same checkpoint in float32."""
-    folder = write_quantized(source, tmp_path / "quantized", FORMATS[form]())
-    found = check_accuracy(config(folder), python_text()[:100_000], positions=POSITIONS)
+    found = check_accuracy(config(whole(form)), python_text()[:100_000], positions=POSITIONS)
     assert found.keeps(Bound())
 
 
@@ -119,11 +111,9 @@ def test_repacking_keeps_every_number(part, tokens, tmp_path):
 
 
 @pytest.mark.parametrize("stored", ["plain", "awq"])
-def test_weights_rounded_to_fp8_are_near_the_unrounded(source, tmp_path, stored):
+def test_weights_rounded_to_fp8_are_near_the_unrounded(source, whole, stored):
     """The rounding itself is seen: not the bound of serving, but no other model either."""
-    if stored != "plain":
-        source = write_quantized(source, tmp_path / "quantized", FORMATS[stored]())
-    rounded = config(source, quant_type="fp8")
+    rounded = config(source if stored == "plain" else whole(stored), quant_type="fp8")
     found = check_accuracy(rounded, python_text()[:100_000], positions=POSITIONS).first
     # Without --against, the reference is the checkpoint before rounding.
     assert 0 < found.divergence < 0.05
