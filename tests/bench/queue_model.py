@@ -26,13 +26,19 @@ if TYPE_CHECKING:
 
 
 def latencies_s(arrivals_s: Floats, services_s: Floats, *, servers: int = 1) -> Floats:
-    """Return each request's time from arrival to end, first come, first served."""
+    """Return each request's time from arrival to end, first come, first served.
+
+    Args:
+        arrivals_s: Of one trial; where there is one server, of several too, a row each.
+        services_s: How long each is served for.
+        servers: How many serve at once.
+    """
     if servers == 1:
         # Lindley: a request ends at the busy work so far, counted from the idle moment that
         # keeps it latest.
-        work_s = np.cumsum(services_s)
+        work_s = np.cumsum(services_s, axis=-1)
         before_s = work_s - services_s
-        return work_s + np.maximum.accumulate(arrivals_s - before_s) - arrivals_s
+        return work_s + np.maximum.accumulate(arrivals_s - before_s, axis=-1) - arrivals_s
     free_s = [0.0] * servers
     found = np.empty_like(arrivals_s)
     for index, (arrival_s, service_s) in enumerate(zip(arrivals_s, services_s, strict=True)):
@@ -109,8 +115,11 @@ def true_rps(
     holds a little more than the long run (`highest_rps`).
     """
     low, high = 0.1 * queue.service_rps, 2.0 * queue.service_rps
+    drawn = [np.random.default_rng(seed).exponential(1.0, (2, requests)) for seed in range(trials)]
+    gaps, work = np.stack(drawn, axis=1)
+    ends, services_s = np.cumsum(gaps, axis=1), work / queue.service_rps
     while high / low > 1.0005:
         middle = math.sqrt(low * high)
-        shares = [np.mean(queue.draw(middle, requests, seed) > bound_s) for seed in range(trials)]
-        low, high = (middle, high) if np.mean(shares) <= allowed_share else (low, middle)
+        share = np.mean(latencies_s(ends / middle, services_s) > bound_s)
+        low, high = (middle, high) if share <= allowed_share else (low, middle)
     return math.sqrt(low * high)

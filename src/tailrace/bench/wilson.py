@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
@@ -44,12 +44,13 @@ class Tally:
     requests: int
     """Requests that the observations come from."""
 
-    @property
+    # A search asks for these again and again.
+    @cached_property
     def exceeded(self) -> int:
         """Observations beyond the limit."""
         return sum(exceeded for exceeded, _ in self.batches)
 
-    @property
+    @cached_property
     def observations(self) -> int:
         """All observations."""
         return sum(observations for _, observations in self.batches)
