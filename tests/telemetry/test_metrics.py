@@ -327,11 +327,11 @@ def test_gaps_that_are_counted_together_are_counted_as_one_by_one(gaps_s):
     metrics = Metrics()
     for gap_s in gaps_s:
         metrics.observe_token_gap(gap_s)
-    text = metrics.render()
-    name = "inter_token_latency_seconds"
-    assert value(text, f"{name}_count") == len(gaps_s)
-    assert value(text, f"{name}_sum") == pytest.approx(sum(gaps_s))
+    found = samples(metrics.render())
+    name = "tailrace:inter_token_latency_seconds"
+    assert found[f"{name}_count",] == len(gaps_s)
+    assert found[f"{name}_sum",] == pytest.approx(sum(gaps_s))
     for bound in GAP_BUCKETS_S:
         fitting = sum(gap_s <= bound for gap_s in gaps_s)
-        assert value(text, f"{name}_bucket", le=str(bound)) == fitting
-    assert value(text, f"{name}_bucket", le="+Inf") == len(gaps_s)
+        assert found[f"{name}_bucket", ("le", str(bound))] == fitting
+    assert found[f"{name}_bucket", ("le", "+Inf")] == len(gaps_s)
