@@ -66,13 +66,18 @@ def tiny_folder(tmp_path_factory) -> Path:
     )
 
 
+def tiny_settings(folder: Path) -> tuple[str, ...]:
+    """Serve a tiny model by one thread: two would take twice a processor's time for a token."""
+    return ("--model-path", str(folder), "--dtype", "float32", "--threads", "1")
+
+
 @pytest.fixture
 def tiny_server(tiny_folder, tmp_path) -> TinyServer:
     """Start a server of a random model whose tokens are bytes, with settings of the test's own."""
 
     @contextmanager
     def start(*arguments: str) -> Iterator[LocalServer]:
-        settings = ("--model-path", str(tiny_folder), "--dtype", "float32", *arguments)
+        settings = (*tiny_settings(tiny_folder), *arguments)
         with LocalServer(settings, log_file=tmp_path / "server.log") as started:
             yield started
 

@@ -68,7 +68,8 @@ def test_the_answer_names_paris_and_leaves_the_reference_only_at_near_ties(answe
 
 def test_in_float32_the_ids_are_the_references_greedy_ids(has_smollm2, reference, tmp_path):
     """Each is its best after all before it, so that greedy decoding there takes the same path."""
-    with LocalServer(("--dtype", "float32"), log_file=tmp_path / "server.log") as server:
+    settings = ("--dtype", "float32", "--no-warmup")
+    with LocalServer(settings, log_file=tmp_path / "server.log") as server:
         text, prompt, ids = ask(server.url)
     assert "Paris" in text
     assert ids == scores_along(reference, prompt, ids).argmax(-1).tolist()

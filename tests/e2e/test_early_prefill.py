@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
+from tests.e2e.conftest import tiny_settings
 from tests.e2e.observe import assert_baseline, engine_pid, metric, ready_status, wait_until
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def served(tiny_folder, tmp_path_factory) -> Iterator[LocalServer]:
     from tailrace.bench.launch import LocalServer  # noqa: PLC0415
 
     # Without a prefix cache nothing but early work can save any.
-    settings = ("--model-path", str(tiny_folder), "--dtype", "float32", "--debug-kv")
+    settings = (*tiny_settings(tiny_folder), "--debug-kv")
     settings += ("--served-model-name", "tiny")
     settings += ("--no-prefix-cache", "--body-timeout-s", "60", "--kv-cache-tokens", "16384")
     log_file = tmp_path_factory.mktemp("early") / "server.log"

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tailrace.bench.launch import LocalServer
+from tests.e2e.conftest import tiny_settings
 from tests.e2e.observe import assert_baseline, load, metric, wait_until
 from tests.support.tiny import make_tiny_checkpoint
 
@@ -33,7 +34,7 @@ COMPLETIONS = "/v1/completions"
 
 @pytest.fixture(scope="module")
 def served(tiny_folder, tmp_path_factory) -> Iterator[LocalServer]:
-    settings = ("--model-path", str(tiny_folder), "--dtype", "float32", "--debug-kv")
+    settings = (*tiny_settings(tiny_folder), "--debug-kv")
     settings += ("--kv-cache-tokens", "32768", "--max-batch-size", "4", "--max-waiting", "2")
     settings += ("--header-timeout-s", "1", "--body-timeout-s", "2")
     settings += ("--stream-buffer-bytes", "20000", "--request-log", "/dev/full")
@@ -270,7 +271,7 @@ def poisoned(tmp_path_factory) -> Iterator[LocalServer]:
     weights = load_file(folder / "model.safetensors")
     weights["model.embed_tokens.weight"][ord("~")] = torch.nan
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    settings = ("--model-path", str(folder), "--dtype", "float32", "--debug-kv", "--no-warmup")
+    settings = (*tiny_settings(folder), "--debug-kv", "--no-warmup")
     log_file = tmp_path_factory.mktemp("nan") / "server.log"
     with LocalServer((*settings, "--kv-cache-tokens", "8192"), log_file=log_file) as server:
         yield server

@@ -186,7 +186,7 @@ def test_a_killed_engine_fails_what_it_held_and_is_replaced(tiny_server):
 
 
 def test_sigterm_lets_running_requests_end_and_exits_with_0(tiny_server):
-    body = {"prompt": "abc", "max_tokens": 800, "ignore_eos": True, "stream": True}
+    body = {"prompt": "abc", "max_tokens": 1200, "ignore_eos": True, "stream": True}
     with tiny_server("--drain-timeout-s", "120") as server:
         children = child_pids(server)
         process = server._process
@@ -198,7 +198,7 @@ def test_sigterm_lets_running_requests_end_and_exits_with_0(tiny_server):
             late = httpx.post(f"{server.url}/generate", json=body, timeout=120)
             assert late.status_code == 503
             rest = list(arriving)
-        assert len(rest) == 800
+        assert len(rest) == 1200
         assert rest[-1] == "[DONE]"
         assert process.wait(120) == 0
         wait_until(lambda: not any(map(is_alive, children)), "no process is left behind")

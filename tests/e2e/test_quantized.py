@@ -8,6 +8,7 @@ import urllib.request
 import pytest
 
 from tailrace.bench.launch import LocalServer
+from tests.e2e.conftest import tiny_settings
 from tests.support.quantized import awq, compressed_float8, plain_beside, write_quantized
 
 pytestmark = pytest.mark.e2e
@@ -43,7 +44,7 @@ def test_a_quantised_model_answers_as_its_plain_twin(tiny_folder, tmp_path, form
     folder = write_quantized(tiny_folder, tmp_path / "quantized", form)
     answers = {}
     for name, path in (("quantized", folder), ("plain", plain_beside(folder))):
-        settings = ("--model-path", str(path), "--dtype", "float32")
+        settings = (*tiny_settings(path), "--no-warmup")
         with LocalServer(settings, log_file=tmp_path / f"{name}.log") as server:
             answers[name] = answer(server)
             with urllib.request.urlopen(f"{server.url}/health", timeout=60) as reply:  # noqa: S310

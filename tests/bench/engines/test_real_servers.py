@@ -59,7 +59,10 @@ def tailrace(*, prefix_cache: bool) -> EngineSpec:
         name="tailrace",
         kind="tailrace",
         weights=weights(),
-        arguments=("--max-batch-size", "2", "--threads", "1", "--context-length", "1024"),
+        arguments=(
+            *("--max-batch-size", "2", "--threads", "1", "--context-length", "1024"),
+            "--no-warmup",
+        ),
         prefix_cache=prefix_cache,
     )
 
