@@ -93,9 +93,9 @@ def choose(
         Probe(decodes=half, context=long(half)),
         # Prompts from their first token on do not tell attention from tokens (step_time.fit).
         Probe(tokens=quarter, start=deep(quarter)),
+        Probe(tokens=max(1, min(_SHORT_TOKENS, whole // 8))),
         Probe(tokens=whole),
         Probe(decodes=1, context=long(1)),
-        Probe(tokens=max(1, min(_SHORT_TOKENS, whole // 8))),
         Probe(decodes=most, context=few),
         Probe(decodes=most, context=long(most)),
         Probe(tokens=max(1, whole // 2)),
