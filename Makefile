@@ -55,8 +55,10 @@ $(SUITES_VENV)/.installed: Makefile
 	$(SUITES_VENV)/bin/python -m pip --quiet --disable-pip-version-check install $(SUITES)
 	touch $@
 
+# Python 3.11 brings a pip that takes twice a newer one's time to find what goes with what.
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) --upgrade pip
 
 $(VENV)/.demo: pyproject.toml constraints/cpu.txt | $(BIN)/python
 	$(INSTALL) $(CONSTRAINTS) -e '.[demo$(EXTRA)]'
