@@ -62,6 +62,27 @@ def test_every_candidate_is_timed_and_the_fastest_wins():
 
 
 @pytest.mark.parametrize(
+    ("usual", "lucky", "steady", "winner"),
+    [
+        ([2.0, 2.0], [1.0, 2.2], [1.9, 1.95, 1.9], "usual"),
+        ([2.0, 2.0], [1.0, 2.2], [1.5, 1.6], "steady"),
+        ([2.0, 1.0], [1.5, 1.5], [1.6], "usual"),
+        ([2.0, 2.0], [1.0, 1.1], [1.5], "lucky"),
+    ],
+    ids=["the default stays", "another wins", "the default was slow once", "it is so again"],
+)
+def test_what_is_the_fastest_by_chance_does_not_win(usual, lucky, steady, winner):
+    times = {"usual": [*usual, *usual], "lucky": lucky, "steady": steady}
+
+    def timer(work):
+        return times[work.name].pop(0)
+
+    asked = question(usual=TRUTH, lucky=TRUTH, steady=TRUTH)
+    (found,) = measure([asked], timer, lambda: 0.0, 100.0)
+    assert found.winner == winner
+
+
+@pytest.mark.parametrize(
     ("result", "why"),
     [
         (TRUTH + 1.0, "its error is"),
