@@ -15,6 +15,7 @@ import gc
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -140,16 +141,15 @@ def _answer(
             refused[name] = tried.why
             log.info("plan_candidate_refused", question=question.words, name=name, why=tried.why)
 
-    def chosen() -> Choice:
-        return choose(
-            question.operation,
-            question.sizes,
-            question.default,
-            seconds,
-            refused,
-            no_memory=no_memory,
-        )
-
+    chosen = partial(
+        choose,
+        question.operation,
+        question.sizes,
+        question.default,
+        seconds,
+        refused,
+        no_memory=no_memory,
+    )
     return _confirmed(question, seconds, timer, chosen)
 
 
