@@ -14,13 +14,13 @@ import argparse
 import itertools
 import json
 import multiprocessing
-import statistics
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from benchmarks.gpu_attention import Case
+from benchmarks.hopper_layers import graph_s
 from torch.nn import functional
 
 from tailrace.kernels.linear.triton_skinny import SkinnyScratch, SkinnyShape, skinny_linear
@@ -102,22 +102,12 @@ def check(shape: SkinnyShape, room: SkinnyScratch) -> bool:
 def time_us(work: Callable[[int], object], copies: int, rounds: int = 5) -> float:
     """Return microseconds of one call, out of a graph of several."""
     calls = max(8, copies)
-    for index in range(copies):
-        work(index)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def several() -> None:
         for index in range(calls):
             work(index % copies)
-    times = []
-    for _ in range(rounds + 1):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * begin.elapsed_time(end) / calls)
-    return statistics.median(times[1:])
+
+    return 1e6 * graph_s(several, rounds) / calls
 
 
 def linear_rows(room: SkinnyScratch) -> list[dict[str, object]]:
