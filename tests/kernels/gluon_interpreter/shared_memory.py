@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from triton.experimental.gluon import language as gl
 
@@ -140,11 +141,9 @@ class Allocation:
 
     def mask(self, addresses: torch.Tensor) -> int:
         """Return the granules of addresses, a bit for each."""
-        touched = torch.zeros(len(self.raw) // _GRANULE, dtype=torch.bool)
-        touched[addresses.reshape(-1) // _GRANULE] = True
-        bits = torch.nn.functional.pad(touched, (0, -len(touched) % 8)).reshape(-1, 8)
-        weights = 1 << torch.arange(8)
-        return int.from_bytes((bits * weights).sum(1).to(torch.uint8).numpy().tobytes(), "little")
+        touched = np.zeros(len(self.raw) // _GRANULE, dtype=bool)
+        touched[addresses.numpy() // _GRANULE] = True
+        return int.from_bytes(np.packbits(touched, bitorder="little").tobytes(), "little")
 
     def changed(self, event: int, mask: int, known: int, words: str, *, by_store: bool) -> None:
         """Account for a write that changes bytes.
@@ -252,6 +251,11 @@ class View:
     def granules(self) -> int:
         return self.allocation.mask(self.addresses)
 
+    @cached_property
+    def _slots(self) -> torch.Tensor:
+        """The addresses, counted in elements."""
+        return self.addresses // self.torch_dtype.itemsize
+
     def _part(self, key: object, addresses: torch.Tensor, name: str) -> View:
         if key not in self._known:
             self._known[key] = View(self.allocation, self.torch_dtype, addresses, self.layout, name)
@@ -295,15 +299,14 @@ class View:
 
     def peek(self) -> torch.Tensor:
         """Return what lies there now, whoever may know."""
-        size = self.torch_dtype.itemsize
-        bits = self.allocation.raw.view(_BITS[size])
-        return bits[self.addresses // size].view(self.torch_dtype)
+        bits = self.allocation.raw.view(_BITS[self.torch_dtype.itemsize])
+        return bits[self._slots].view(self.torch_dtype)
 
     def poke(self, values: torch.Tensor) -> None:
         """Put values there, whoever may be reading."""
-        size = self.torch_dtype.itemsize
-        bits = self.allocation.raw.view(_BITS[size])
-        bits[self.addresses.reshape(-1) // size] = values.contiguous().view(_BITS[size]).reshape(-1)
+        kind = _BITS[self.torch_dtype.itemsize]
+        bits = self.allocation.raw.view(kind)
+        bits[self._slots.reshape(-1)] = values.contiguous().view(kind).reshape(-1)
 
     def load(self, layout: object) -> object:
         return self.allocation.machine.shared_load(self, layout)
