@@ -71,6 +71,13 @@ def scripted_server(*faulty_seeds: int):
             process.kill()
 
 
+@pytest.fixture(scope="module")
+def scripted():
+    """A server without a fault, for all tests that leave it running as they found it."""
+    with scripted_server() as url:
+        yield url
+
+
 def locust_command(url: str, *arguments: str) -> list[str]:
     command = [sys.executable, "-m", "locust", "-f", str(locustfile_path()), "--host", url]
     return [*command, "--loglevel", "WARNING", *arguments]
@@ -192,20 +199,18 @@ def test_closed_loop_users_pause_and_prompts_are_not_sent_twice(tmp_path):
     assert "seed 7" in plan.traffic
 
 
-def test_limits_that_do_not_hold_are_the_exit_status(tmp_path):
-    with scripted_server() as url:
-        for bound, status in (("0.001", 1), ("60", 0)):
-            arguments = ("-u", "2", "--think-s", "0", "--max-requests", "6", "--max-lag-s", "5")
-            limits = ("--limits", f"p95_ttft={bound},p50_e2e=60")
-            done = run_locust(url, tmp_path / f"run{status}", *arguments, *SHORT, *limits)
-            assert done.returncode == status, done.stderr
+def test_limits_that_do_not_hold_are_the_exit_status(scripted, tmp_path):
+    for bound, status in (("0.001", 1), ("60", 0)):
+        arguments = ("-u", "2", "--think-s", "0", "--max-requests", "6", "--max-lag-s", "5")
+        limits = ("--limits", f"p95_ttft={bound},p50_e2e=60")
+        done = run_locust(scripted, tmp_path / f"run{status}", *arguments, *SHORT, *limits)
+        assert done.returncode == status, done.stderr
 
 
-def test_a_shape_says_how_many_users_there_are(tmp_path):
-    with scripted_server() as url:
-        arguments = ("--shape", "1@2,5@3", "--think-s", "0.05", "--max-lag-s", "5", *SHORT)
-        done = run_locust(url, tmp_path / "run", *arguments)
-        assert done.returncode == 0, done.stderr
+def test_a_shape_says_how_many_users_there_are(scripted, tmp_path):
+    arguments = ("--shape", "1@2,5@3", "--think-s", "0.05", "--max-lag-s", "5", *SHORT)
+    done = run_locust(scripted, tmp_path / "run", *arguments)
+    assert done.returncode == 0, done.stderr
     records = read_records(tmp_path / "run" / "records.jsonl")
     assert {r.user for r in records if r.scheduled_s < 1.5} == {0}
     assert {r.user for r in records} == {0, 1, 2, 3, 4}
@@ -223,25 +228,23 @@ def test_a_shape_says_how_many_users_there_are(tmp_path):
         (("--plan", "none.jsonl"), "none.jsonl"),
     ],
 )
-def test_a_bad_argument_is_one_line_and_status_2(tmp_path, arguments, words):
-    with scripted_server() as url:
-        done = run_locust(url, tmp_path / "run", *arguments)
+def test_a_bad_argument_is_one_line_and_status_2(scripted, tmp_path, arguments, words):
+    done = run_locust(scripted, tmp_path / "run", *arguments)
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("loop", ["open", "closed"])
-def test_several_processes_share_one_run(tmp_path, loop):
-    with scripted_server() as url:
-        arguments = {
-            "open": ("--loop", "open", "--rate", "20", "--duration", "2"),
-            "closed": ("-u", "4", "-r", "4", "--think-s", "0.05", "--max-requests", "24"),
-        }[loop]
-        done = run_locust(
-            url, tmp_path / "run", "--processes", "2", *arguments, *SHORT, "--max-lag-s", "5"
-        )
-        assert done.returncode == 0, done.stderr
+def test_several_processes_share_one_run(scripted, tmp_path, loop):
+    arguments = {
+        "open": ("--loop", "open", "--rate", "20", "--duration", "2"),
+        "closed": ("-u", "4", "-r", "4", "--think-s", "0.05", "--max-requests", "24"),
+    }[loop]
+    done = run_locust(
+        scripted, tmp_path / "run", "--processes", "2", *arguments, *SHORT, "--max-lag-s", "5"
+    )
+    assert done.returncode == 0, done.stderr
     plan, shots = read_plan(tmp_path / "run" / "plan.jsonl")
     records = read_records(tmp_path / "run" / "records.jsonl")
     assert [r.index for r in records] == [shot.index for shot in shots]
