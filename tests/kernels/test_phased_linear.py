@@ -15,6 +15,7 @@ from tailrace.kernels.linear.float8 import quantize_channels
 from tailrace.kernels.linear.int4 import quantize_groups
 from tailrace.kernels.linear.prefill_format import FORMATS, quantize_in_parts
 from tailrace.kernels.linear.triton_skinny import SkinnyLinear, SkinnyScratch
+from tests.kernels.compare import assert_close
 
 OUTPUTS, INPUTS = 48, 128
 
@@ -98,7 +99,11 @@ def test_more_decodes_than_the_kernel_takes_are_still_served_by_the_codes(on_tri
     x = random_rows(on_triton, 21)
     expected = layer(x)
     monkeypatch.setattr("tailrace.kernels.linear.int4_linear.MOST_ROWS", 8)
-    assert torch.equal(kernels.multiply(phased, x, decodes=21), expected)
+    # Not bit for bit: the interpreter's products are NumPy's, whose sums hang on how many rows go.
+    found = kernels.multiply(phased, x, decodes=21)
+    assert_close("by the codes", found, expected, **on_triton.tolerance)
+    by_copy = kernels.multiply(phased, x, decodes=0)
+    assert (by_copy - expected).abs().max() > 10 * (found - expected).abs().max()
     assert kernels._workspace._wide is None
 
 
