@@ -59,6 +59,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.hopper_layers import event_s, graph_s
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -516,8 +518,8 @@ def copy_rate(setting: Setting) -> float:
             for _ in range(COPIES):
                 work()
 
-        rates[name] = 2 * source.nbytes * COPIES / _graph_s(copies, 10)
-        alone = [_event_s(work) for _ in range(12)]
+        rates[name] = 2 * source.nbytes * COPIES / graph_s(copies, 10)
+        alone = [event_s(work) for _ in range(12)]
         rates[f"{name}, no graph"] = 2 * source.nbytes / statistics.median(alone[2:])
     told = ", ".join(f"{name} {rate / 1e12:.2f}" for name, rate in rates.items())
     print(f"TB/s of copying {source.nbytes >> 20} MiB: {told}", flush=True)
@@ -526,36 +528,6 @@ def copy_rate(setting: Setting) -> float:
 
 COPIED_BYTES, COPIES = 4 << 30, 4
 """Of one copy, and how many are timed as one."""
-
-
-def _event_s(work: Callable[[], object]) -> float:
-    """Return the seconds of one call on the device."""
-    import torch
-
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(LEAD_CYCLES)  # noqa: SLF001 - its only name; what the host does is hidden
-    begin.record()
-    work()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3
-
-
-LEAD_CYCLES = 1_000_000
-"""About half a millisecond, in which the host queues what is timed."""
-
-
-def _graph_s(work: Callable[[], object], repeats: int) -> float:
-    """Return the median seconds of one replay of what `work` queues."""
-    import torch
-
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    times = [_event_s(graph.replay) for _ in range(repeats + 2)]
-    return statistics.median(times[2:])
 
 
 def product_s(setting: Setting, made: Made, rows: int, inputs: int) -> float:
@@ -571,7 +543,7 @@ def product_s(setting: Setting, made: Made, rows: int, inputs: int) -> float:
 
     if setting.is_gpu:
         repeats = 15 if rows <= 512 else 5
-        return _graph_s(all_copies, repeats) / len(products)
+        return graph_s(all_copies, repeats) / len(products)
     begun = time.perf_counter()
     all_copies()
     return (time.perf_counter() - begun) / len(products)
@@ -793,7 +765,7 @@ def _swept(way: str, setting: Setting, weight: torch.Tensor, splits: int) -> tup
                 kernel(x, one, None, scratch=workspace.scratch, shape=shape)
 
         if setting.is_gpu:
-            return _graph_s(all_copies, 7) / len(kept)
+            return graph_s(all_copies, 7) / len(kept)
         begun = time.perf_counter()
         all_copies()
         return (time.perf_counter() - begun) / len(kept)
@@ -824,7 +796,7 @@ def _swept_float8_few(way: str, setting: Setting, weight: torch.Tensor) -> tuple
                 float8_few(rows, one, None, setting.dtype, scratch=workspace.scratch, shape=shape)
 
         if setting.is_gpu:
-            return _graph_s(all_copies, 7) / len(kept)
+            return graph_s(all_copies, 7) / len(kept)
         begun = time.perf_counter()
         all_copies()
         return (time.perf_counter() - begun) / len(kept)
@@ -854,7 +826,7 @@ def _swept_int8(way: str, setting: Setting, weight: torch.Tensor) -> tuple[Calla
                 multiply(rows, one, None, setting.dtype, shape=shape)
 
         if setting.is_gpu:
-            return _graph_s(all_copies, 7) / len(used)
+            return graph_s(all_copies, 7) / len(used)
         begun = time.perf_counter()
         all_copies()
         return (time.perf_counter() - begun) / len(used)

@@ -1,6 +1,6 @@
 """humming-kernels beside our 4-bit kernel on one GPU: is a library faster, and where?
 
-    python benchmarks/gpu_humming.py [--out DIR] [--compile-s SECONDS]
+    PYTHONPATH=src:. python benchmarks/gpu_humming.py [--out DIR] [--compile-s SECONDS]
 
 humming (Apache-2.0) writes a CUDA kernel for each layer size and tile, compiles it at run time, and
 keeps it in ~/.humming/cache. It needs torch 2.11 or newer, cuda-bindings, and NVRTC or nvcc with

@@ -311,7 +311,7 @@ def figures(cell: Cell, name: str, run: Run) -> dict[str, Any]:
         if begin < later <= end
     )
     tokens = sum(begin < at <= end for record in run.records for at in record.chunk_s)
-    mean_s = statistics.fmean([e2e_s(r) or 0.0 for r in counted]) if counted else 0.0
+    whole_s = [seconds for r in counted if (seconds := e2e_s(r)) is not None]
     span = end - begin
     return {
         "cell": cell.text,
@@ -322,10 +322,10 @@ def figures(cell: Cell, name: str, run: Run) -> dict[str, Any]:
         "invalid": [r for r in run.verdict.reasons if "interrupted" not in r],
         "rps": len(counted) / span if span > 0 else 0.0,
         "chunks_s": tokens / span if span > 0 else 0.0,
-        "users_s": cell.users / mean_s if mean_s > 0 else 0.0,
+        "users_s": cell.users / statistics.fmean(whole_s) if whole_s else 0.0,
         "ttft": points([ttft_s(r) for r in counted]),
         "tpot": points([tpot_s(r) for r in counted]),
-        "e2e": points([e2e_s(r) for r in counted]),
+        "e2e": points(whole_s),
         "itl": points(gaps),
         "machine": machine(run),
     }

@@ -32,7 +32,7 @@ COPY_RATE = 4.19e12
 COLD_BYTES = 200e6
 """Copies of a weight take as much: more than thrice an H200's L2."""
 LEAD_CYCLES = 1_000_000
-"""About half a millisecond, in which the host launches the graph that is timed."""
+"""About half a millisecond, in which the host queues what is timed."""
 CHECK_S = 45
 """A kind's comparison."""
 
@@ -141,6 +141,19 @@ def differences(
     return wrong
 
 
+def event_s(work: Callable[[], object]) -> float:
+    """Return the seconds of one call on the device."""
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(LEAD_CYCLES)  # noqa: SLF001 - its only name; what the host does is hidden
+    begin.record()
+    work()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
 def graph_s(work: Callable[[], object], repeats: int = 9) -> float:
     """Return the median seconds of one replay of what `work` queues."""
     import torch
@@ -150,15 +163,7 @@ def graph_s(work: Callable[[], object], repeats: int = 9) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    times = []
-    for _ in range(repeats + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(LEAD_CYCLES)  # noqa: SLF001 - its only name
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
+    times = [event_s(graph.replay) for _ in range(repeats + 2)]
     return statistics.median(times[2:])
 
 

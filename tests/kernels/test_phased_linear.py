@@ -15,7 +15,6 @@ from tailrace.kernels.linear.float8 import quantize_channels
 from tailrace.kernels.linear.int4 import quantize_groups
 from tailrace.kernels.linear.prefill_format import FORMATS, quantize_in_parts
 from tailrace.kernels.linear.triton_skinny import SkinnyLinear, SkinnyScratch
-from tests.kernels.compare import assert_close
 
 OUTPUTS, INPUTS = 48, 128
 
@@ -97,13 +96,10 @@ def test_more_decodes_than_the_kernel_takes_are_still_served_by_the_codes(on_tri
     layer = layer_of(kernels, "4 bits")
     phased = kernels.with_copy(layer, FORMATS["fp8"])
     x = random_rows(on_triton, 21)
-    expected = layer(x)
+    # In parts of as many rows: the interpreter's sums, NumPy's, may hang on how many there are.
+    expected = torch.cat([layer(part) for part in x.split(8)])
     monkeypatch.setattr("tailrace.kernels.linear.int4_linear.MOST_ROWS", 8)
-    # Not bit for bit: the interpreter's products are NumPy's, whose sums hang on how many rows go.
-    found = kernels.multiply(phased, x, decodes=21)
-    assert_close("by the codes", found, expected, **on_triton.tolerance)
-    by_copy = kernels.multiply(phased, x, decodes=0)
-    assert (by_copy - expected).abs().max() > 10 * (found - expected).abs().max()
+    assert torch.equal(kernels.multiply(phased, x, decodes=21), expected)
     assert kernels._workspace._wide is None
 
 

@@ -42,7 +42,7 @@ FORMATS = {
     "fp8-block": lambda: float8(blocks=True),
     "fp8-tensor": lambda: float8(blocks=False),
 }
-POSITIONS = 200
+POSITIONS = 400
 
 
 @pytest.fixture(scope="module")

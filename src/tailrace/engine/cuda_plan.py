@@ -34,11 +34,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tailrace.kernels.plan import Choice
+    from tailrace.kernels.plan_answers import Timer
     from tailrace.kernels.plan_questions import Question
     from tailrace.kernels.triton_kernels import TritonKernels
     from tailrace.models.causal_lm import CausalLM
-
-    Timer = Callable[[Callable[[], object]], float]
 
 log = structlog.get_logger("tailrace.engine")
 

@@ -19,7 +19,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    Timer = Callable[[Callable[[], object]], float]
+    from tailrace.kernels.plan_answers import Timer
 
 _CALLS = 9
 _COLD_BYTES = 256 << 20
