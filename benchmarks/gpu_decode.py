@@ -11,15 +11,22 @@ neither the room nor the tile's way into memory may change any. Then several lay
 bytes than the L2 cache keeps, are gone through in one graph; microseconds a layer, with dependent
 launches and without.
 
-`--once` runs each case twice, by what serves and with room for 8,192 tokens, for a profiler that
-looks into the kernel:
+`--once` runs each case twice, by what serves and by TMA's usual shape and with room for 8,192
+tokens, for a profiler that looks into the kernel:
 
     ncu --clock-control none --set full -k regex:decode_kernel -o DIR/decode \
         python benchmarks/gpu_decode.py --once
     ncu -i DIR/decode.ncu-rep --page source --csv --print-source sass
 
+On a Hopper GPU the kernel that loads by TMA is beside it: rings of 2, 3 and 4 tiles of keys and as
+many of values, and more; tiles of 128 keys; and grids of so many programs, which take splits in
+turn, for one without work costs more of its kind. Each of its ways is compared in a process of its
+own under a timeout first, since a barrier that nobody reaches would otherwise hang the GPU; its
+bits are held to its own.
+
 `--other` is another version of kernels/paged_attention/triton_decode.py (`git show COMMIT:... >
-FILE`), whose `decode` is checked and timed beside.
+FILE`), whose `decode` is checked and timed beside. `--only TMA` leaves out whatever has not that in
+its name, but for what serves.
 """
 
 from __future__ import annotations
@@ -30,7 +37,8 @@ import itertools
 import json
 import subprocess
 import sys
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +50,9 @@ from benchmarks.hopper_layers import graph_s
 
 from tailrace.kernels.attention_shapes import decode_shape
 from tailrace.kernels.dependent_launch import dependent_launches
-from tailrace.kernels.paged_attention import triton_decode
+from tailrace.kernels.paged_attention import triton_decode, triton_hopper_decode
+from tailrace.kernels.paged_attention.triton_hopper_decode import USUAL as HOPPER_USUAL
+from tailrace.kernels.paged_attention.triton_hopper_decode import HopperDecodeShape
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -60,6 +70,11 @@ COLD_BYTES = 200e6
 MOST_LAYERS = 64
 COPY_RATE = 4.19e12
 """Bytes a second, of an H200."""
+HOPPER = (9, 0)
+PROGRAMS = (264, 528, 1056)
+"""Of a grid by TMA: as many as an H200 holds at a time, twice and four times that."""
+CHECK_S = 90.0
+"""Most the comparison of one way by TMA may take, compiling included."""
 
 
 @dataclass(frozen=True)
@@ -69,26 +84,58 @@ class Way:
     words: str
     module: Any
     float8: bool
-    shape: DecodeShape
+    shape: DecodeShape | HopperDecodeShape
     most_programs: int = triton_decode.MOST_PROGRAMS
+    programs: int | None = None
+    """That the grid should have, where it is asked for: splits are then taken in turn."""
+
+    @property
+    def by_tma(self) -> bool:
+        return isinstance(self.shape, HopperDecodeShape)
+
+    @property
+    def tile(self) -> int:
+        return self.shape.tile if isinstance(self.shape, HopperDecodeShape) else self.shape.block_n
 
     def run(self, case: Case, room: int) -> None:
         """Queue one layer's decodes."""
-        scratch = self.module.DecodeScratch.allocate(
-            len(case.chunks), HEADS, DIM, room, self.shape.split, case.device
-        )
-        self.queue(case, scratch)
+        self.queue(case, self.scratch(len(case.chunks), room, case.device))
+
+    def scratch(self, batch: int, room: int, device: str = "cuda") -> Any:
+        module = triton_decode if self.by_tma else self.module
+        return module.DecodeScratch.allocate(batch, HEADS, DIM, room, self.shape.split, device)
 
     def queue(self, case: Case, scratch: Any) -> None:
-        with patch.object(triton_decode, "MOST_PROGRAMS", self.most_programs):
+        scales = {} if self.by_tma else {"kv_scales": case.scales}
+        with patch.object(triton_decode, "MOST_PROGRAMS", self.most_programs), self._shared():
             self.module.decode(
                 case.q, case.keys.transpose(2, 3), case.values, case.out, kv_lens=case.kv_lens,
-                block_tables=case.tables, scale=SCALE, shape=self.shape, scratch=scratch,
-                kv_scales=case.scales,
+                block_tables=case.tables, scale=SCALE, shape=self.shape, scratch=scratch, **scales,
             )  # fmt: skip
 
+    def _shared(self) -> AbstractContextManager[Any]:
+        count = self.programs
+        if count is None:
+            return nullcontext()
+        return patch.object(
+            self.module, "programs_a_row", lambda most, rows: min(most, -(-count // rows))
+        )
 
-def ways(capability: tuple[int, int], other: ModuleType | None) -> list[Way]:
+
+def tma_ways() -> list[Way]:
+    """Return the ways of the kernel that loads by TMA."""
+    several = [
+        Way(shape.words, triton_hopper_decode, False, shape)
+        for shape in triton_hopper_decode.CANDIDATES
+    ]
+    usual = several[0]
+    return [
+        *several,
+        *(replace(usual, words=f"TMA, {count} programs", programs=count) for count in PROGRAMS),
+    ]
+
+
+def ways(capability: tuple[int, int], other: ModuleType | None, *, on_gpu: bool) -> list[Way]:
     """Return what is measured, for each cache what serves first."""
     found = []
     for float8 in (False, True):
@@ -110,6 +157,8 @@ def ways(capability: tuple[int, int], other: ModuleType | None) -> list[Way]:
             for words, most in GRIDS.items()
         ]
         found += [Way(words, triton_decode, float8, shape) for words, shape in shapes.items()]
+    if on_gpu and capability == HOPPER:
+        found += tma_ways()
     return found
 
 
@@ -127,13 +176,36 @@ def check(way: Way, usual: Way, lengths: tuple[int, ...], device: str) -> str:
         if not error < 1e-2:
             return f"wrong by {error} with room for {room}"
         # Where sums are cut decides the last bits.
-        is_cut_alike = (way.shape.split, way.shape.block_n) == (
-            usual.shape.split,
-            usual.shape.block_n,
-        )
+        is_cut_alike = (way.shape.split, way.tile) == (usual.shape.split, usual.tile)
         if is_cut_alike and not torch.equal(case.out, served):
             return f"other bits with room for {room}"
     return ""
+
+
+def check_tma(way: Way) -> str:
+    """Return what is wrong with a way by TMA, in this process; all that is timed gets compiled."""
+    for launches in (nullcontext(), dependent_launches()):
+        with launches:
+            wrong = check(way, way, ODD, "cuda")
+            compile_one(way)
+            torch.cuda.synchronize()
+        if wrong:
+            return wrong
+    return ""
+
+
+def check_apart(index: int, rest: list[str]) -> str:
+    """Run `check_tma` in a process of its own."""
+    command = [sys.executable, __file__, *rest, "--check", str(index)]
+    try:
+        run = subprocess.run(
+            command, capture_output=True, text=True, timeout=CHECK_S, check=False
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"not done in {CHECK_S:.0f} s"
+    if run.returncode == 0:
+        return ""
+    return (run.stdout + run.stderr)[-600:].strip() or f"ended with {run.returncode}"
 
 
 def time_case(way: Way, batch: int, keys: int, room: int) -> dict[str, Any]:
@@ -142,7 +214,7 @@ def time_case(way: Way, batch: int, keys: int, room: int) -> dict[str, Any]:
     moved = batch * keys * KV_HEADS * DIM * 2 * (1 if way.float8 else 2)
     count = min(MOST_LAYERS, max(2, int(COLD_BYTES // moved)))
     cases = [Case(chunks, 8, False, way.float8) for _ in range(count)]
-    scratch = way.module.DecodeScratch.allocate(batch, HEADS, DIM, room, way.shape.split, "cuda")
+    scratch = way.scratch(batch, room)
 
     def layers() -> None:
         for case in cases:
@@ -166,10 +238,10 @@ def run_once(usual: list[Way]) -> None:
         print(f"{'float8' if way.float8 else '16 bits'}: {batch} x {keys}, twice")
 
 
-def compile_all(count: int, other: list[str]) -> None:
+def compile_all(indices: list[int], rest: list[str]) -> None:
     """Fill the disk cache, each way in a process of its own: compiled in turn they take minutes."""
-    command = [sys.executable, __file__, *other, "--compile"]
-    processes = [subprocess.Popen([*command, str(index)]) for index in range(count)]
+    command = [sys.executable, __file__, *rest, "--compile"]
+    processes = [subprocess.Popen([*command, str(index)]) for index in indices]
     for process in processes:
         process.wait()
 
@@ -201,26 +273,38 @@ def main() -> None:
     parser.add_argument("--other", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--once", action="store_true", help="for a profiler")
+    parser.add_argument("--only", default="", help="what is in the names of the ways")
     parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--check", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     on_gpu = arguments.device == "cuda"
     capability = torch.cuda.get_device_capability() if on_gpu else (9, 0)
+    other = load(arguments.other) if arguments.other else None
+    every = ways(capability, other, on_gpu=on_gpu)
     if arguments.once:
-        run_once([w for w in ways(capability, None) if w.words == SERVES])
+        run_once([way for way in every if way.words in {SERVES, HOPPER_USUAL.words}])
         return
-    all_ways = ways(capability, load(arguments.other) if arguments.other else None)
+    all_ways = [way for way in every if arguments.only in way.words or way.words == SERVES]
     if arguments.compile is not None:
         compile_one(all_ways[arguments.compile])
         return
+    if arguments.check is not None:
+        raise SystemExit(check_tma(all_ways[arguments.check]) or None)
+    rest = ["--other", str(arguments.other)] if arguments.other else []
+    rest += ["--only", arguments.only]
     if on_gpu:
-        other_file = ["--other", str(arguments.other)] if arguments.other else []
-        compile_all(len(all_ways), other_file)
+        compile_all([i for i, way in enumerate(all_ways) if not way.by_tma], rest)
+    with ThreadPoolExecutor(5) as pool:
+        by_tma = [index for index, way in enumerate(all_ways) if way.by_tma]
+        answers = dict(
+            zip(by_tma, pool.map(lambda index: check_apart(index, rest), by_tma), strict=True)
+        )
     right = []
-    for way in all_ways:
+    for index, way in enumerate(all_ways):
         usual = next(w for w in all_ways if w.float8 == way.float8)
         lengths = ODD if on_gpu else (1, 127, 513, 520)
-        wrong = check(way, usual, lengths, arguments.device)
-        print(f"WRONG float8={way.float8} {way.words}: {wrong}" if wrong else "", end="")
+        wrong = answers[index] if way.by_tma else check(way, usual, lengths, arguments.device)
+        print(f"WRONG float8={way.float8} {way.words}: {wrong}\n" if wrong else "", end="")
         right += [] if wrong else [way]
     print(f"\ncomparison: {len(right)} of {len(all_ways)} ways are right", flush=True)
     if on_gpu:
@@ -243,11 +327,11 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             print(f"\nKV in {'float8' if float8 else '16 bits'}, room for {room} tokens")
             some = [r for r in rows if (r["float8"], r["room"]) == (float8, room)]
             names = [f"{batch} x {keys}" for batch, keys in CASES]
-            print(f"  {'':<16}", *(f"{name:>15}" for name in names))
+            print(f"  {'':<24}", *(f"{name:>15}" for name in names))
             for way in dict.fromkeys(row["way"] for row in some):
                 found = {row["case"]: row for row in some if row["way"] == way}
                 told = (f"{found[n]['us']:.1f}/{found[n]['dependent_us']:.1f}" for n in names)
-                print(f"  {way:<16}", *(f"{text:>15}" for text in told))
+                print(f"  {way:<24}", *(f"{text:>15}" for text in told))
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ from tailrace.kernels.linear import (
     triton_int8_rows,
     triton_skinny,
 )
-from tailrace.kernels.paged_attention import triton_hopper_prefill
+from tailrace.kernels.paged_attention import triton_hopper_decode, triton_hopper_prefill
 from tailrace.kernels.paged_attention.contiguous import WHOLE
 from tailrace.kernels.paged_attention.triton_decode import decode_kernel
 from tailrace.kernels.paged_attention.triton_float8 import Reading
@@ -544,6 +544,43 @@ def hopper_prefill_cases(kind: int) -> Iterator[Case]:
         )  # fmt: skip
 
 
+def hopper_decode_cases(kind: int) -> Iterator[Case]:
+    """Every candidate in bfloat16 over units of 8; the usual one over what else it serves.
+
+    That is heads of 64, units of 16 in float16, 16 heads a KV head, and programs that take splits
+    in turn.
+    """
+    if kind < HOPPER:
+        return
+    usual = triton_hopper_decode.USUAL
+    wanted = [
+        (shape, 128, 7, "bf16", 8, in_turn)
+        for shape in triton_hopper_decode.CANDIDATES
+        for in_turn in ((False, True) if shape == usual else (False,))
+    ]
+    wanted += [(usual, 64, 4, "bf16", 8, False), (usual, 128, 8, "fp16", 16, False)]
+    wanted += [(usual, 128, 16, "bf16", 8, True)]
+    for shape, head_dim, group, half, unit, in_turn in wanted:
+        columns = triton_hopper_decode.padded(group)
+        box = triton_hopper_decode.box_layout()
+        boxes = f"tensordesc<{half}[1, 1, {head_dim // 64}, 8, 64],{box!r}>"
+        rows = f"tensordesc<{half}[{columns}, {head_dim}],{triton_hopper_decode.query_layout()!r}>"
+        types = {
+            **TYPES, "q_desc": rows, "k_desc": boxes, "v_desc": boxes, "out_ptr": f"*{half}",
+        }  # fmt: skip
+        constants = {
+            "NUM_HEADS": 4 * group, "GROUP": group, "UNIT": unit, "TILE": shape.tile,
+            "SPLIT": shape.split, "STAGES": shape.stages, "REGISTERS": shape.producer_registers,
+            "IN_TURN": in_turn,
+        }  # fmt: skip
+        where = " in turn" if in_turn else ""
+        yield Case(
+            f"hopper_decode {head_dim} {shape.words} {half}/{group}/{unit}{where}",
+            triton_hopper_decode.hopper_decode_kernel, constants, types=types,
+            registers=triton_hopper_decode.REGISTERS, source=GluonASTSource, is_candidate=True,
+        )  # fmt: skip
+
+
 def widen_cases(kind: int) -> Iterator[Case]:
     """From units of 8 and 32 to either half, as many sequences as captured steps have and more."""
     if kind < HOPPER:
@@ -750,6 +787,7 @@ def found(kind: int, *, with_all: bool = False) -> Iterator[str]:
         *hopper_int8_cases(kind),
         *hopper_float8_cases(kind),
         *hopper_prefill_cases(kind),
+        *hopper_decode_cases(kind),
         *widen_cases(kind),
         *float8_linear_cases(kind),
         *int8_cases(kind),

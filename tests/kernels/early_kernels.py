@@ -302,6 +302,8 @@ def hopper() -> dict[str, Any]:
     )
     from tailrace.kernels.linear.packed_int4 import PackedInt4  # noqa: PLC0415
     from tailrace.kernels.linear.workspace import Workspace  # noqa: PLC0415
+    from tailrace.kernels.paged_attention.triton_decode import DecodeScratch  # noqa: PLC0415
+    from tailrace.kernels.paged_attention.triton_hopper_decode import USUAL, decode  # noqa: PLC0415
     from tailrace.kernels.paged_attention.triton_hopper_prefill import (  # noqa: PLC0415
         hopper_prefill,
     )
@@ -331,6 +333,13 @@ def hopper() -> dict[str, Any]:
             ):
                 multiplied(x, weight, bias, scratch=workspace.scratch)
         hopper_prefill(q, kv.transpose(2, 3), kv, torch.empty_like(q), **index, scale=1.0)
+        known = {"kv_lens": index["kv_lens"], "block_tables": index["block_tables"]}
+        for on in (False, True):
+            with dependent_launches(on=on):
+                decode(
+                    q[:1], kv.transpose(2, 3), kv, torch.empty_like(q[:1]), **known, scale=1.0,
+                    shape=USUAL, scratch=DecodeScratch.allocate(1, 8, 128, 600, 512, "cpu"),
+                )  # fmt: skip
     for order in found.orders.values():
         line = msgspec.json.encode(order)
         source_of(msgspec.json.decode(line, type=CompileOrder))  # whose key is the order's

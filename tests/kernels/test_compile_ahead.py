@@ -58,7 +58,7 @@ def test_every_kernel_compiles_within_the_gpus_means(kind, pytestconfig, tmp_pat
     }  # fmt: skip
     for name in (
         "hopper_int4", "hopper_int4_bands", "hopper_int4_few", "hopper_int8", "hopper_prefill",
-        "hopper_float8",
+        "hopper_float8", "hopper_decode",
         "widen",
     ):  # fmt: skip
         assert any(entry["name"].split()[0] == name for entry in kernels) == (kind >= HOPPER)
@@ -72,14 +72,14 @@ def test_every_kernel_compiles_within_the_gpus_means(kind, pytestconfig, tmp_pat
         {
             "decode", "rope_cache", "rms_norm", "silu_mul", "skinny", "int4", "float8_skinny",
             "quantize_rows", "rms_norm_float8", "silu_mul_float8", "hopper_int4", "float8_few",
-            "hopper_int4_bands", "hopper_int4_few", "hopper_float8",
+            "hopper_int4_bands", "hopper_int4_few", "hopper_float8", "hopper_decode",
         }
         if kind >= HOPPER
         else set()
     )  # fmt: skip
     for entry in kernels:
         is_dependent = entry in dependent
-        if entry["name"].startswith(("hopper_int4", "hopper_float8")):
+        if entry["name"].startswith(("hopper_int4", "hopper_float8", "hopper_decode")):
             # One warp waits; what others write follows the rows that it loads after that, though
             # it stands before in the code.
             assert [entry["waits"] > 0, entry["signals"] > 0] == [is_dependent] * 2, entry

@@ -102,6 +102,7 @@ def test_hoppers_own_kernels_go_over_a_line(runs):
     """Descriptors with layouts, registers, names of orders; in both ways of launching."""
     run = runs["hopper"]
     expected = {"int4_hopper_kernel": 6, "int4_bands_kernel": 6, "hopper_prefill_kernel": 1}
+    expected["hopper_decode_kernel"] = 2
     assert {name: run["names"].count(name) for name in run["names"]} == expected
     assert run["gluon"]
     assert run["left"] == {}

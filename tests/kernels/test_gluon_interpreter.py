@@ -323,6 +323,12 @@ def test_addresses_are_the_hardwares():
     boxes = _addresses((4, 1, 8, 1, 64), gl.NVMMASharedLayout(128, 16, 4), 2)
     tile = _addresses((1, 32, 64), layout, 2)
     assert torch.equal(boxes.reshape(32, 64), tile[0]), "boxes of 8 rows are a tile of 32"
+    columns = [[0, 1 << bit] for bit in range(6)]
+    rows = [*([1 << bit, 8 << bit] for bit in range(3)), [8, 0], [16, 0]]
+    linear = _addresses((1, 32, 64), gl.SharedLinearLayout([*columns, *rows]), 2)
+    assert torch.equal(linear, tile), "bit by bit"
+    with pytest.raises(GluonFaultError, match="of 2048 elements, not of"):
+        _addresses((32, 128), gl.SharedLinearLayout([*columns, *rows]), 2)
 
 
 def test_arithmetic_is_tritons():

@@ -253,7 +253,9 @@ class Language:
             raise GluonFaultError(f"{given.type} is stored to {view.name}, {view.type}")
         self.machine.pause()
         allocation, words = view.allocation, self.words("a store", view)
-        same = view.peek().view(torch.uint8) == given.data.contiguous().view(torch.uint8)
+        same = view.peek().contiguous().view(torch.uint8) == given.data.contiguous().view(
+            torch.uint8
+        )
         same = same.reshape(*view.shape, -1).all(-1)
         changes = allocation.mask(view.addresses[~same]) if not bool(same.all()) else 0
         changes |= view.granules & ~_written(allocation.writes)

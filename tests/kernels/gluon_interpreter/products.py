@@ -145,7 +145,7 @@ def _check(a: Array | View, b: View, acc: Array | InFlight, warps: int) -> None:
     rows, columns, inputs = layout.instr_shape
     if rows != 16 or inputs * bits != 256 or n % columns or k % inputs or columns > 256:
         raise GluonFaultError(f"instructions of {layout.instr_shape} for {m}x{n}x{k} of {left}")
-    if warps % 4 or list(layout.warps_per_cta) != [warps, 1] or m != 16 * warps:
+    if warps % 4 or list(layout.warps_per_cta) != [warps, 1] or m % (16 * warps):
         raise GluonFaultError(f"{warps} warps multiply {m} rows in {layout}")
     if isinstance(a, Array) and a.layout is not None:
         wanted = a.layout
@@ -162,10 +162,13 @@ def _check(a: Array | View, b: View, acc: Array | InFlight, warps: int) -> None:
 
 
 def _check_order(view: object, inputs: int, bits: int) -> None:
-    """Refuse an operand of bytes whose inputs do not lie side by side."""
+    """Refuse an operand of bytes whose inputs do not lie side by side.
+
+    Whether the hardware can read a linear layout, the compiler knows.
+    """
     if not isinstance(view, View):
         return
-    if not isinstance(view.layout, gl.NVMMASharedLayout):
+    if not isinstance(view.layout, gl.NVMMASharedLayout | gl.SharedLinearLayout):
         raise GluonFaultError(f"{view.name} lies in {view.layout}: products read NVMMA layouts")
     step = view.addresses.select(inputs, 1) - view.addresses.select(inputs, 0)
     if bits == 8 and not bool((step == 1).all()):

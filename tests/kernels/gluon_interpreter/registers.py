@@ -86,6 +86,11 @@ def exp2(x: object) -> Array:
     return Array(torch.exp2(value.data), value.layout)
 
 
+def log2(x: object) -> Array:
+    value = array(x)
+    return Array(torch.log2(value.data), value.layout)
+
+
 def join(a: object, b: object) -> Array:
     left, right = array(a), array(b)
     if left.data.dtype != right.data.dtype or left.shape != right.shape:
@@ -119,6 +124,7 @@ BUILTINS = {
     "max": highest,
     "sum": total,
     "exp2": exp2,
+    "log2": log2,
     "join": join,
     "expand_dims": expand_dims,
     "cdiv": cdiv,

@@ -90,6 +90,20 @@ def _plain_addresses(
     return total
 
 
+def _linear_addresses(
+    shape: Sequence[int], layout: gl.SharedLinearLayout, size: int
+) -> torch.Tensor:
+    """Return byte offsets of a layout that names, for each bit of an offset, what it moves to."""
+    places = torch.zeros(1, len(shape), dtype=torch.int64)
+    for basis in layout.offset_bases:
+        places = torch.cat([places, places ^ torch.tensor(basis)])
+    if len(places) != math.prod(shape):
+        raise GluonFaultError(f"{layout} is of {len(places)} elements, not of {list(shape)}")
+    offsets = torch.full(list(shape), -1)
+    offsets[tuple(places.t())] = torch.arange(len(places)) * size
+    return offsets
+
+
 @lru_cache(maxsize=64)
 def _addresses(shape: tuple[int, ...], layout: object, size: int) -> torch.Tensor:
     """Return the byte offset of each element; a dimension more than the layout's is a ring's."""
@@ -99,6 +113,9 @@ def _addresses(shape: tuple[int, ...], layout: object, size: int) -> torch.Tenso
     elif isinstance(layout, gl.SwizzledSharedLayout):
         rank, within = len(layout.order), _plain_addresses
         period = 1
+    elif isinstance(layout, gl.SharedLinearLayout):
+        rank, within = len(layout.offset_bases[0]), _linear_addresses
+        period = layout.alignment
     else:
         raise GluonFaultError(f"{layout} is not known here")
     if len(shape) == rank:
