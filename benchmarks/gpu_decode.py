@@ -25,8 +25,8 @@ own under a timeout first, since a barrier that nobody reaches would otherwise h
 bits are held to its own.
 
 `--other` is another version of kernels/paged_attention/triton_decode.py (`git show COMMIT:... >
-FILE`), whose `decode` is checked and timed beside. `--only TMA` leaves out whatever has not that in
-its name, but for what serves.
+FILE`), whose `decode` is checked and timed beside. `--only 'TMA|other'` leaves out whatever that does not
+find in its name, but for what serves; `--rooms 8192` times that room alone.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import argparse
 import importlib.util
 import itertools
 import json
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -273,7 +274,8 @@ def main() -> None:
     parser.add_argument("--other", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--once", action="store_true", help="for a profiler")
-    parser.add_argument("--only", default="", help="what is in the names of the ways")
+    parser.add_argument("--only", default="", help="a pattern of the ways' names")
+    parser.add_argument("--rooms", type=int, nargs="+", default=ROOMS, help="that are timed")
     parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--check", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -284,7 +286,7 @@ def main() -> None:
     if arguments.once:
         run_once([way for way in every if way.words in {SERVES, HOPPER_USUAL.words}])
         return
-    all_ways = [way for way in every if arguments.only in way.words or way.words == SERVES]
+    all_ways = [way for way in every if re.search(arguments.only, way.words) or way.words == SERVES]
     if arguments.compile is not None:
         compile_one(all_ways[arguments.compile])
         return
@@ -311,7 +313,7 @@ def main() -> None:
         rows = [
             time_case(way, batch, keys, room)
             for batch, keys in CASES
-            for room in ROOMS
+            for room in arguments.rooms
             for way in right
         ]
         (arguments.out / "gpu_decode.json").write_text(json.dumps(rows))
@@ -323,7 +325,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     """A line a way; of each case microseconds plain / by dependent launches."""
     print("floors:", {row["case"]: round(row["floor_us"], 1) for row in rows if not row["float8"]})
     for float8 in (False, True):
-        for room in ROOMS:
+        for room in dict.fromkeys(row["room"] for row in rows):
             print(f"\nKV in {'float8' if float8 else '16 bits'}, room for {room} tokens")
             some = [r for r in rows if (r["float8"], r["room"]) == (float8, room)]
             names = [f"{batch} x {keys}" for batch, keys in CASES]
