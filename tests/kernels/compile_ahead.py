@@ -60,7 +60,7 @@ from tailrace.kernels.linear import (
 )
 from tailrace.kernels.paged_attention import triton_hopper_decode, triton_hopper_prefill
 from tailrace.kernels.paged_attention.contiguous import WHOLE
-from tailrace.kernels.paged_attention.triton_decode import decode_kernel
+from tailrace.kernels.paged_attention.triton_decode import GRAIN, decode_kernel
 from tailrace.kernels.paged_attention.triton_float8 import Reading
 from tailrace.kernels.paged_attention.triton_prefill import prefill_kernel
 from tailrace.kernels.paged_attention.triton_widened_kv import PIECE, UNIT_TOKENS, widen_kernel
@@ -173,7 +173,7 @@ def attention_cases(
                 {
                     **UNIT_STRIDES, **known, "PADDED": 16, "BLOCK_N": decode.block_n,
                     "SPLIT": decode.split, "IN_TURN": in_turn, **decodes.constants,
-                    "COMPILED": True,
+                    "GRAIN": GRAIN, "ALIKE": True, "WIDE": False, "COMPILED": True,
                 },
                 decode.num_warps,
                 decode.num_stages,

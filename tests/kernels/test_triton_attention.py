@@ -108,6 +108,29 @@ def test_splits_taken_in_turn_change_no_bit(on_triton, monkeypatch):
     assert torch.equal(attend(), own)
 
 
+@pytest.mark.parametrize("most", [triton_decode.MOST_GRAINS, 0], ids=["32 bits", "64 bits"])
+@pytest.mark.parametrize("block_size", [4, 8, 16, 256])
+def test_where_a_caches_tokens_lie_changes_no_bit(on_triton, monkeypatch, block_size, most):
+    """By heads or by tokens, keys and values alike or not, in steps that eight divides or not."""
+    lens = [3, 255, 257, 600]
+    case = paged(on_triton, lens, group=7, num_kv_heads=1, block_size=block_size)
+    chunks = [(s, 1, n) for s, n in enumerate(lens)]
+    k_cache, v_cache = case.k_cache, case.v_cache
+    monkeypatch.setattr(triton_decode, "MOST_GRAINS", most)
+    expected = case.attend(on_triton, chunks)
+    by_token = k_cache.mT.contiguous().mT
+    for case.k_cache, case.v_cache in ((by_token, v_cache), (by_token, uneven(v_cache))):
+        for found, wanted in zip(case.attend(on_triton, chunks), expected, strict=True):
+            assert torch.equal(found, wanted)
+
+
+def uneven(cache):
+    """Return the same numbers, 67 from one token to the next, NaN between them."""
+    wide = torch.full((*cache.shape[:3], 67), NAN, dtype=cache.dtype)
+    wide[..., :64] = cache
+    return wide[..., :64]
+
+
 @pytest.mark.parametrize(
     ("splits", "rows", "expected"),
     [(16, 512, 16), (64, 512, 64), (64, 1024, 16), (256, 4, 256), (256, 200, 20), (256, 512, 16)],

@@ -14,6 +14,7 @@ their sequence in turn.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,12 @@ from tailrace.kernels.paged_attention.triton_prefill import LOG2_E
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+GRAIN = 8
+"""Elements by which a tile's places are counted, where the cache's strides are multiples."""
+MOST_GRAINS = 2**31 - 1
+"""That 32 bits count."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,9 @@ def decode_kernel(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
     IN_TURN: tl.constexpr,
+    GRAIN: tl.constexpr,
+    ALIKE: tl.constexpr,
+    WIDE: tl.constexpr,
     IN_FLOAT16: tl.constexpr,
     PAIRED: tl.constexpr,
     COMPILED: tl.constexpr,
@@ -124,7 +134,8 @@ def decode_kernel(
             q_ptr, k_cache, v_cache, tables, split * SPLIT,
             tl.minimum((split + 1) * SPLIT, kv_len), scale_log2,
             stride_kb, stride_kt, stride_kd, stride_vb, stride_vt, stride_vd,
-            GROUP, PADDED, UNIT, HEAD_DIM, BLOCK_N, IN_FLOAT16, PAIRED, COMPILED,
+            GROUP, PADDED, UNIT, HEAD_DIM, BLOCK_N, GRAIN, ALIKE, WIDE,
+            IN_FLOAT16, PAIRED, COMPILED,
         )  # fmt: skip
         if count <= 1:
             tl.store(out, (acc * v_scale).to(out_ptr.dtype.element_ty), mask=is_member[:, None])
@@ -161,6 +172,9 @@ def _attended(
     UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    GRAIN: tl.constexpr,
+    ALIKE: tl.constexpr,
+    WIDE: tl.constexpr,
     IN_FLOAT16: tl.constexpr,
     PAIRED: tl.constexpr,
     COMPILED: tl.constexpr,
@@ -180,23 +194,26 @@ def _attended(
         q, odd_q = tl.split(q.reshape(PADDED, LANES, 2))
     peak = tl.full([PADDED], float("-inf"), tl.float32)
     total = tl.zeros([PADDED], tl.float32)
+    keys = tl.arange(0, BLOCK_N)
     for start in range(low, high, BLOCK_N):
-        columns = start + tl.arange(0, BLOCK_N)
-        is_key = columns < high
-        units = tl.load(table + columns // UNIT, mask=is_key, other=0).to(tl.int64)
-        k_rows = units * stride_kb + (columns % UNIT) * stride_kt
-        v_rows = units * stride_vb + (columns % UNIT) * stride_vt
-        # Slots never written may hold NaN, and 0 x NaN is NaN: they are not even read.
-        k = tl.load(
-            k_cache + k_rows[None, :] + (lanes * stride_kd)[:, None],
-            mask=is_key[None, :],
-            other=0.0,
-        )
-        v = tl.load(
-            v_cache + v_rows[:, None] + (lanes * stride_vd)[None, :],
-            mask=is_key[:, None],
-            other=0.0,
-        )
+        left = high - start
+        is_key = keys < left
+        # Slots never written may hold NaN, and 0 x NaN is NaN: the last key is read instead.
+        near = tl.minimum(keys, left - 1)
+        # Of whole units a tile begins with one.
+        whole = start // UNIT * UNIT if BLOCK_N % UNIT else start
+        near += start - whole
+        units = tl.load(table + whole // UNIT + near // UNIT)
+        if WIDE:
+            units = units.to(tl.int64)
+        # counted by grains, in 32 bits, and the same for keys and values: products in 64 bits, and
+        # masks, were half of a tile's instructions.
+        k_rows = (units * stride_kb + near % UNIT * stride_kt).to(tl.int64) * GRAIN
+        v_rows = k_rows
+        if not ALIKE:
+            v_rows = (units * stride_vb + near % UNIT * stride_vt).to(tl.int64) * GRAIN
+        k = tl.load(k_cache + k_rows[None, :] + (lanes * stride_kd)[:, None])
+        v = tl.load(v_cache + v_rows[:, None] + (lanes * stride_vd)[None, :])
         scores = multiplied(q, odd_q, k, PAIRED, COMPILED) * scale_log2
         scores = tl.where(is_key[None, :], scores, float("-inf"))
         highest = tl.max(scores, 1)
@@ -326,6 +343,9 @@ def decode(
     num_rows, num_heads, head_dim = q_BHD.shape
     num_kv_heads, unit = v_cache.shape[1:3]
     group = num_heads // num_kv_heads
+    k_unit, k_token = k_cache.stride(0) // by.lanes, k_cache.stride(3) // by.lanes
+    v_unit, v_token = v_cache.stride(0) // by.lanes, v_cache.stride(2) // by.lanes
+    grain = math.gcd(k_unit, k_token, v_unit, v_token, GRAIN)
     sharers = programs_a_row(scratch.max_splits, num_rows * num_kv_heads)
     decode_kernel[(num_kv_heads, sharers, num_rows)](
         q_BHD,
@@ -341,13 +361,13 @@ def decode(
         scratch.max_splits,
         scale * kv_scales.k * LOG2_E,
         kv_scales.v,
-        k_cache.stride(0) // by.lanes,
+        k_unit // grain,
         k_cache.stride(1) // by.lanes,
-        k_cache.stride(3) // by.lanes,
+        k_token // grain,
         k_cache.stride(2),
-        v_cache.stride(0) // by.lanes,
+        v_unit // grain,
         v_cache.stride(1) // by.lanes,
-        v_cache.stride(2) // by.lanes,
+        v_token // grain,
         v_cache.stride(3),
         NUM_HEADS=num_heads,
         GROUP=group,
@@ -357,6 +377,9 @@ def decode(
         BLOCK_N=shape.block_n,
         SPLIT=shape.split,
         IN_TURN=sharers < scratch.max_splits,
+        GRAIN=grain,
+        ALIKE=(k_unit, k_token) == (v_unit, v_token),
+        WIDE=max(k_unit, v_unit) * len(v_cache) // grain > MOST_GRAINS,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         COMPILED=q_BHD.is_cuda,
