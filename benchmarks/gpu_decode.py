@@ -25,8 +25,8 @@ own under a timeout first, since a barrier that nobody reaches would otherwise h
 bits are held to its own.
 
 `--other` is another version of kernels/paged_attention/triton_decode.py (`git show COMMIT:... >
-FILE`), whose `decode` is checked and timed beside. `--only 'TMA|other'` leaves out whatever that does not
-find in its name, but for what serves; `--rooms 8192` times that room alone.
+FILE`), whose `decode` is checked and timed beside. `--only 'TMA|other'` leaves out whatever that
+does not find in its name, but for what serves; `--rooms 8192` times that room alone.
 """
 
 from __future__ import annotations

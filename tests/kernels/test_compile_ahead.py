@@ -101,6 +101,8 @@ def test_every_kernel_compiles_within_the_gpus_means(kind, pytestconfig, tmp_pat
             assert products == 4 * begun > 0, entry
         # An address or two, read once a split.
         spilled = 16 if entry["name"].startswith("decode 256") else spilled
+        # Likewise: three programs of its eight warps fit a multiprocessor by 80 registers.
+        spilled = 8 if "decode 128 128 keys, 8 warps, 3 stages" in entry["name"] else spilled
         # Two addresses in shared memory, stored where a warp begins.
         spilled = 8 if entry["name"].startswith("hopper_prefill") else spilled
         assert entry["stack"] <= spilled, entry
