@@ -43,11 +43,13 @@ from tailrace.kernels.attention_shapes import (
 from tailrace.kernels.dependent_launch import has_dependent_launches
 from tailrace.kernels.linear import (
     hopper_float8_ways,
+    hopper_half_ways,
     hopper_int4_ways,
     triton_float8,
     triton_float8_few,
     triton_float8_rows,
     triton_hopper_float8,
+    triton_hopper_half,
     triton_hopper_int4,
     triton_hopper_int4_bands,
     triton_hopper_int4_few,
@@ -451,6 +453,40 @@ def hopper_float8_cases(kind: int) -> Iterator[Case]:
         )  # fmt: skip
 
 
+def hopper_half_cases(kind: int) -> Iterator[Case]:
+    """Every candidate's kind, in one half each."""
+    if kind < HOPPER:
+        return
+    served = {
+        of_class
+        for *_, names in hopper_half_ways.SERVED
+        for of_class in zip(triton_hopper_half.CANDIDATES, names, strict=True)
+    }
+    boxes = triton_hopper_half.BOX_LAYOUT
+    kinds = {
+        (rows, replace(shape, least_span=0)): (rows, shape)
+        for rows, shapes in triton_hopper_half.CANDIDATES.items()
+        for shape in shapes
+    }
+    for (rows, shape), half in zip(kinds.values(), itertools.cycle(("bf16", "fp16"))):
+        registers, slice_registers = shape.registers
+        constants = {
+            "TILE": shape.tile, "STEPS": shape.steps, "SLICES": shape.slices, "HAS_BIAS": True,
+            "MEETS": shape.meets, "STAGES": shape.stages(rows), "AHEAD": shape.is_ahead(rows),
+            "REGISTERS": slice_registers,
+        }  # fmt: skip
+        types = {
+            **TYPES, **dict.fromkeys(("out_ptr", "bias_ptr"), f"*{half}"),
+            "w_desc": f"tensordesc<{half}[{shape.box}, 64],{boxes!r}>",
+            "x_desc": f"tensordesc<{half}[{rows}, 64],{boxes!r}>",
+        }  # fmt: skip
+        yield Case(
+            f"hopper_half {rows} {shape.words}", triton_hopper_half.half_hopper_kernel, constants,
+            shape.warps, types=types, registers=registers, source=GluonASTSource,
+            is_candidate=(rows, shape.words) not in served,
+        )  # fmt: skip
+
+
 def int8_cases(kind: int) -> Iterator[Case]:
     """Products of int8 rows, by tensor descriptors on Hopper, and rows rounded to int8."""
     halves = dict.fromkeys(("x_ptr", "out_ptr", "bias_ptr", "matrix_ptr"), "*bf16")
@@ -763,6 +799,10 @@ def overlap(code: str) -> list[int]:
     ]
 
 
+LOOPS = (triton_hopper_int4_bands.int4_bands_kernel, triton_hopper_half.half_hopper_kernel)
+"""Kernels whose innermost loops are looked at."""
+
+
 def sample(cases: list[Case]) -> list[Case]:
     """Return what serves, and of each kernel's candidates every fifth and the last.
 
@@ -786,6 +826,7 @@ def found(kind: int, *, with_all: bool = False) -> Iterator[str]:
         *hopper_few_cases(kind),
         *hopper_int8_cases(kind),
         *hopper_float8_cases(kind),
+        *hopper_half_cases(kind),
         *hopper_prefill_cases(kind),
         *hopper_decode_cases(kind),
         *widen_cases(kind),
@@ -805,7 +846,9 @@ def found(kind: int, *, with_all: bool = False) -> Iterator[str]:
                 entry["overlap"] = overlap(code)
             if case.kernel is triton_hopper_float8.float8_hopper_kernel:
                 entry["float8_products"] = float8_products(code)
-            if case.kernel is triton_hopper_int4_bands.int4_bands_kernel:
+            if case.kernel is triton_hopper_half.half_hopper_kernel:
+                entry["is_ahead"] = case.constants["AHEAD"]
+            if case.kernel in LOOPS:
                 entry["pipelines"] = [asdict(loop) for loop in pipelines(code)]
         reads_float8 = case.types is FLOAT8_KV and case.kernel in {prefill_kernel, decode_kernel}
         if reads_float8 or case.kernel is widen_kernel:

@@ -297,6 +297,7 @@ def collected() -> dict[str, Any]:
 def hopper() -> dict[str, Any]:
     """Hopper's own kernels, by their launchers: what goes over a line is what was launched."""
     from tailrace.kernels.linear import (  # noqa: PLC0415 - the other runs do without
+        triton_hopper_half,
         triton_hopper_int4,
         triton_hopper_int4_bands,
     )
@@ -332,6 +333,18 @@ def hopper() -> dict[str, Any]:
                 dependent_launches(on=on),
             ):
                 multiplied(x, weight, bias, scratch=workspace.scratch)
+        plain = torch.zeros(layer.outputs, layer.inputs, dtype=half)
+        for (rows, shapes), on in itertools.product(
+            triton_hopper_half.CANDIDATES.items(), (False, True)
+        ):
+            x = torch.zeros(rows, layer.inputs, dtype=half)
+            with (
+                mock.patch.object(triton_hopper_half, "multiprocessors", return_value=132),
+                dependent_launches(on=on),
+            ):
+                triton_hopper_half.half_hopper(
+                    x, plain, bias, shape=shapes[0], scratch=workspace.scratch
+                )
         hopper_prefill(q, kv.transpose(2, 3), kv, torch.empty_like(q), **index, scale=1.0)
         known = {"kv_lens": index["kv_lens"], "block_tables": index["block_tables"]}
         for on in (False, True):

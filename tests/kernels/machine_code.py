@@ -19,7 +19,7 @@ _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P[0-9T]+\s+)?([A-Z][\w.]*)\s*(
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _PRODUCT = re.compile(r"[A-Z]GMMA\.64x(\d+)x")
 _OPERANDS = re.compile(r"R(\d+), (?:R(\d+), )?gdesc")
-_MOST_GROUPS = 4
+_MOST_GROUPS = 8
 """In flight at a time, of what we write."""
 _ENDS = ("EXIT", "RET", "BRX", "BRA")
 

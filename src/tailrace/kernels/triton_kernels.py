@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from weakref import ref
 
 import torch
+import triton
 
 from tailrace.errors import ConfigError, EngineError
 from tailrace.kernels.attention_shapes import (
@@ -25,7 +26,7 @@ from tailrace.kernels.linear.device_linear import RoundsRows
 from tailrace.kernels.linear.float8 import FLOAT8, Float8Weight
 from tailrace.kernels.linear.float8_linear import Float8Linear, takes
 from tailrace.kernels.linear.int4 import GroupInt4
-from tailrace.kernels.linear.int4_linear import Int4Linear
+from tailrace.kernels.linear.int4_linear import Int4Linear, has_hopper_kernel
 from tailrace.kernels.linear.int8_linear import Int8Linear
 from tailrace.kernels.linear.packed_int4 import LEAST_GROUP
 from tailrace.kernels.linear.phased_linear import PhasedLinear
@@ -100,6 +101,8 @@ class TritonKernels:
         self._copies_workspace = Workspace(device, self.dtype)
         """Of prompts' copies, which may be multiplied beside the weights (engine/phase_overlap)."""
         self._skinny = SkinnyScratch.allocate(device) if is_gpu else None
+        is_hopper = is_gpu and has_hopper_kernel(self.capability, triton.__version__)
+        self._skinny_workspace = self._workspace if is_hopper else None
         self._planned_layers: list[ref[PlannedLinear]] = []
         self._phased: list[ref[PhasedLinear]] = []
         self.decode_row: DecodeShape | None = None
@@ -450,7 +453,7 @@ class TritonKernels:
         # The interpreter takes a minute for what cuBLAS does at once.
         if self._skinny is None:
             return linear
-        return self.let_plan(SkinnyLinear(linear, self._skinny))
+        return self.let_plan(SkinnyLinear(linear, self._skinny, self._skinny_workspace))
 
     @property
     def planned_layers(self) -> list[PlannedLinear]:

@@ -33,7 +33,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -47,14 +46,14 @@ from tailrace.kernels.linear.triton_hopper_ring import (
     OTHER_SHARED_BYTES,
     SHARED_BYTES,
     Cut,
-    arrived_last,
+    added_up,
     flat,
-    gathered,
-    met,
     most_reserved,
+    new_tile_ring,
+    of_outputs,
+    produce_tiles,
     put,
-    save,
-    sharers,
+    slices_met,
     store,
     turn,
 )
@@ -71,91 +70,6 @@ CHUNK = gl.constexpr(BLOCK)
 """Inputs of a unit: as many as lie in one line of shared memory, and share a scale."""
 MOST_SUMS = gl.constexpr(192)
 """Registers a thread for sums while two products are under way; where it would be more, one is."""
-
-
-@gluon.jit
-def _new_ring(descs, STAGES: gl.constexpr, BOXES: gl.constexpr):
-    """Return a ring, of units with so many boxes of weights, and its barriers."""
-    w_ring = _boxes_of(descs[0], STAGES * BOXES)
-    x_ring = _boxes_of(descs[1], STAGES)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=1)
-    rings = (w_ring, x_ring, _boxes_of(descs[2], STAGES)) if len(descs) == 3 else (w_ring, x_ring)
-    return rings, (full, free)
-
-
-@gluon.jit
-def _boxes_of(desc, COUNT: gl.constexpr):
-    box: gl.constexpr = desc.block_type.shape
-    return gl.allocate_shared_memory(desc.dtype, [COUNT, box[0], box[1]], desc.layout)
-
-
-@gluon.jit
-def _load_weights(descs, rings, bars, slot, tile, chunk):
-    """Begin a unit: of the slot's bytes, all that no kernel of a step writes."""
-    w_desc = descs[0]
-    w_ring = rings[0]
-    full = bars[0]
-    BOXES: gl.constexpr = w_ring.shape[0] // full.shape[0]
-    BOX: gl.constexpr = w_ring.shape[1]
-    bar = full.index(slot)
-    rows_bytes: gl.constexpr = descs[1].block_type.nbytes
-    scales_bytes: gl.constexpr = descs[2].block_type.nbytes if len(descs) == 3 else 0
-    mbarrier.expect(bar, BOXES * w_desc.block_type.nbytes + rows_bytes + scales_bytes)
-    for box in gl.static_range(BOXES):
-        output = (tile * BOXES + box) * BOX
-        tma.async_copy_global_to_shared(
-            w_desc, [output, chunk * CHUNK], bar, w_ring.index(slot * BOXES + box)
-        )
-
-
-@gluon.jit
-def _load_rows(descs, rings, bars, slot, chunk):
-    """Load the rest of a slot: the rows, and by blocks their scales."""
-    bar = bars[0].index(slot)
-    tma.async_copy_global_to_shared(descs[1], [0, chunk * CHUNK], bar, rings[1].index(slot))
-    if len(descs) == 3:
-        tma.async_copy_global_to_shared(descs[2], [chunk, 0], bar, rings[2].index(slot))
-
-
-@gluon.jit
-def _produce(descs, rings, bars, low, high, chunks, DEPENDENT: gl.constexpr):
-    """Keep the ring full, a unit a slot.
-
-    A dependent launch asks for as many weights as the ring holds, then waits for the kernel before,
-    whose results the rows are. The slices touch nothing that kernels write before rows have come.
-    """
-    full, free = bars
-    STAGES: gl.constexpr = full.shape[0]
-    slot = 0
-    phase = 1  # a new barrier's last phase counts as done: the first round finds every slot free
-    if DEPENDENT:
-        begun = gl.minimum(high, low + STAGES)
-        for unit in range(low, begun):
-            tile = unit // chunks
-            _load_weights(descs, rings, bars, unit - low, tile, unit - tile * chunks)
-        turn("griddepcontrol.wait; // $0")
-        for unit in range(low, begun):
-            _load_rows(descs, rings, bars, unit - low, unit % chunks)
-        low = begun
-        phase = 0
-    tile = low // chunks
-    chunk = low - tile * chunks
-    for _ in range(low, high):
-        mbarrier.wait(free.index(slot), phase)
-        _load_weights(descs, rings, bars, slot, tile, chunk)
-        _load_rows(descs, rings, bars, slot, chunk)
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
-        chunk += 1
-        if chunk == chunks:
-            chunk = 0
-            tile += 1
 
 
 @gluon.jit
@@ -201,17 +115,6 @@ def _unit(accs, rings, bars, slot, block_scales, sums: gl.constexpr):
 
 
 @gluon.jit
-def _of_outputs(pointer, values, N, first):
-    """Return the value of each output, float32, in place of those given, a band each."""
-    BAND: gl.constexpr = values[0].shape[0]
-    for band in gl.static_range(len(values)):
-        outputs = first + band * BAND + gl.arange(0, BAND, layout=values[0].type.layout)
-        value = gl.load(pointer + outputs, mask=outputs < N, other=0.0)
-        values = put(values, band, value.to(gl.float32))
-    return values
-
-
-@gluon.jit
 def _values(
     w_scale_ptr, bias_ptr, zeros, N, first, BY_BLOCKS: gl.constexpr, HAS_BIAS: gl.constexpr
 ):
@@ -219,9 +122,9 @@ def _values(
     w_scales = zeros
     bias = zeros
     if not BY_BLOCKS:
-        w_scales = _of_outputs(w_scale_ptr, zeros, N, first)
+        w_scales = of_outputs(w_scale_ptr, zeros, N, first)
     if HAS_BIAS:
-        bias = _of_outputs(bias_ptr, zeros, N, first)
+        bias = of_outputs(bias_ptr, zeros, N, first)
     return w_scales, bias
 
 
@@ -252,53 +155,6 @@ def _write(accs, scales, x_scale_ptr, pointers, sizes, output, BY_BLOCKS: gl.con
             y = y * w_scales[band][:, None] * x_scale[None, :]
         y = y + bias[band][:, None]
         store(y, pointers, sizes, output, band, 0, False, dtype)
-
-
-@gluon.jit
-def _slices_met(accs, meeting, slice_: gl.constexpr, SLICES: gl.constexpr):
-    """Leave a slice's sums in shared memory; return the first's with all others' added."""
-    BANDS: gl.constexpr = len(accs)
-    if SLICES > 1:
-        sums_ring, done = meeting
-        if slice_ > 0:
-            for band in gl.static_range(BANDS):
-                sums_ring.index((slice_ - 1) * BANDS + band).store(accs[band])
-            gl.thread_barrier()
-            mbarrier.arrive(done.index(0), count=1)
-        else:
-            mbarrier.wait(done.index(0), 0)
-            for other in gl.static_range(SLICES - 1):
-                for band in gl.static_range(BANDS):
-                    part = sums_ring.index(other * BANDS + band).load(accs[band].type.layout)
-                    accs = put(accs, band, accs[band] + part)
-    return accs
-
-
-@gluon.jit
-def _added_up(accs, pointers, sizes, tile, IN_PAIRS: gl.constexpr):
-    """Add up the parts of a tile; return the sums, and whether they are the whole tile's."""
-    bias_ptr, out_ptr, part_ptr, arrivals = pointers
-    BANDS: gl.constexpr = len(accs)
-    ROWS: gl.constexpr = accs[0].shape[1]
-    PART: gl.constexpr = BANDS * accs[0].shape[0] * ROWS
-    TOGETHER: gl.constexpr = 128 // ROWS
-    first, others = sharers(sizes, tile)
-    # Of the tiles with several programs each begins in another one, where its parts are counted.
-    parts = part_ptr + (tile + first) * PART
-    mine = gl.program_id(0) - first
-    if IN_PAIRS:
-        accs, is_last = met(accs, parts, arrivals + first, mine, others, PART)
-    else:
-        is_last = others == 0
-        if others > 0:
-            for band in gl.static_range(BANDS):
-                save(accs[band], parts + mine * PART, band, 0, 1)
-            is_last = arrived_last(arrivals + first, others)
-            if is_last:
-                for band in gl.static_range(BANDS):
-                    total = gathered(accs[band], parts, others + 1, PART, band, 0, 1, TOGETHER)
-                    accs = put(accs, band, total)
-    return accs, is_last
 
 
 @gluon.jit
@@ -340,11 +196,11 @@ def _consume(
             slot = (unit - low) % STAGES
             mbarrier.wait(full.index(slot), (unit - low) // STAGES % 2)
             accs = _unit(accs, rings, bars, slot, block_scales, sums)
-        accs = _slices_met(accs, meeting, slice_, SLICES)
+        accs = slices_met(accs, meeting, slice_, SLICES)
         if slice_ == 0:
             is_whole = True
             if SLICES == 1:
-                accs, is_whole = _added_up(accs, pointers, sizes, tile, IN_PAIRS)
+                accs, is_whole = added_up(accs, pointers, sizes, tile, IN_PAIRS)
             if is_whole:
                 _write(accs, scales, x_scale_ptr, pointers, sizes, output, BY_BLOCKS)
 
@@ -377,17 +233,20 @@ def float8_hopper_kernel(
     if DEPENDENT:
         turn("griddepcontrol.launch_dependents; // $0")
     descs = (w_desc, x_desc, scale_desc) if BY_BLOCKS else (w_desc, x_desc)
-    rings, bars = _new_ring(descs, STAGES, TILE // w_desc.block_type.shape[0])
+    rings, bars = new_tile_ring(descs, STAGES, TILE // w_desc.block_type.shape[0], 1)
     low = gl.program_id(0) * span
     high = gl.minimum(low + span, units)
     pointers = (bias_ptr, out_ptr, part_ptr, arrivals)
     sizes = (N, N, num_rows, chunks, units, span)
-    producer = (descs, rings, bars, low, high, chunks, DEPENDENT)
+    producer = (descs, rings, bars, low, high, chunks, N, TILE, DEPENDENT)
     scale_pointers = (x_scale_ptr, w_scale_ptr)
     if SLICES == 1:
         common = (rings, bars, bars, scale_pointers, pointers, sizes, low, high)
         gl.warp_specialize(
-            [(_consume, (common, 0, 1, TILE, BY_BLOCKS, HAS_BIAS, IN_PAIRS)), (_produce, producer)],
+            [
+                (_consume, (common, 0, 1, TILE, BY_BLOCKS, HAS_BIAS, IN_PAIRS)),
+                (produce_tiles, producer),
+            ],
             [1],
             [24],
         )
@@ -406,7 +265,7 @@ def float8_hopper_kernel(
                 [
                     (_consume, (common, 0, SLICES, TILE, BY_BLOCKS, HAS_BIAS, IN_PAIRS)),
                     (_consume, (common, 1, SLICES, TILE, BY_BLOCKS, HAS_BIAS, IN_PAIRS)),
-                    (_produce, producer),
+                    (produce_tiles, producer),
                 ],
                 [4, 1],
                 [REGISTERS, 24],
@@ -418,7 +277,7 @@ def float8_hopper_kernel(
                     (_consume, (common, 1, SLICES, TILE, BY_BLOCKS, HAS_BIAS, IN_PAIRS)),
                     (_consume, (common, 2, SLICES, TILE, BY_BLOCKS, HAS_BIAS, IN_PAIRS)),
                     (_consume, (common, 3, SLICES, TILE, BY_BLOCKS, HAS_BIAS, IN_PAIRS)),
-                    (_produce, producer),
+                    (produce_tiles, producer),
                 ],
                 [4, 4, 4, 1],
                 [REGISTERS, REGISTERS, REGISTERS, 24],

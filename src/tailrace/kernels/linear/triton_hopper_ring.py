@@ -165,6 +165,102 @@ def produce(
 
 
 @gluon.jit
+def new_tile_ring(descs, STAGES: gl.constexpr, BOXES: gl.constexpr, STEPS: gl.constexpr):
+    """Return a ring of weights as they lie, of rows and perhaps of their scales, and its barriers.
+
+    A unit has `STEPS` boxes of rows, and of weights so many with `BOXES` each.
+    """
+    w_ring = _boxes_of(descs[0], STAGES * STEPS * BOXES)
+    x_ring = _boxes_of(descs[1], STAGES * STEPS)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=1)
+    rings = (w_ring, x_ring, _boxes_of(descs[2], STAGES)) if len(descs) == 3 else (w_ring, x_ring)
+    return rings, (full, free)
+
+
+@gluon.jit
+def _boxes_of(desc, COUNT: gl.constexpr):
+    box: gl.constexpr = desc.block_type.shape
+    return gl.allocate_shared_memory(desc.dtype, [COUNT, box[0], box[1]], desc.layout)
+
+
+@gluon.jit
+def _load_tile(descs, rings, bars, slot, tile, chunk, N, TILE: gl.constexpr):
+    """Begin a unit: of the slot's bytes, all that no kernel of a step writes."""
+    w_desc = descs[0]
+    w_ring = rings[0]
+    full = bars[0]
+    STEPS: gl.constexpr = rings[1].shape[0] // full.shape[0]
+    BOXES: gl.constexpr = w_ring.shape[0] // rings[1].shape[0]
+    BOX: gl.constexpr = w_ring.shape[1]
+    INPUTS: gl.constexpr = w_ring.shape[2]
+    bar = full.index(slot)
+    bytes_: gl.constexpr = BOXES * w_desc.block_type.nbytes + descs[1].block_type.nbytes
+    scales_bytes: gl.constexpr = descs[2].block_type.nbytes if len(descs) == 3 else 0
+    mbarrier.expect(bar, STEPS * bytes_ + scales_bytes)
+    for step in gl.static_range(STEPS):
+        column = (chunk * STEPS + step) * INPUTS
+        for box in gl.static_range(BOXES):
+            output = tile * TILE + box * BOX
+            if box * BOX >= TILE:
+                output = N  # none: such a box is zeros, and moves no bytes
+            place = (slot * STEPS + step) * BOXES + box
+            tma.async_copy_global_to_shared(w_desc, [output, column], bar, w_ring.index(place))
+
+
+@gluon.jit
+def _load_rows_of(descs, rings, bars, slot, chunk):
+    """Load the rest of a slot: the rows, and perhaps their scales."""
+    bar = bars[0].index(slot)
+    STEPS: gl.constexpr = rings[1].shape[0] // bars[0].shape[0]
+    INPUTS: gl.constexpr = rings[1].shape[2]
+    for step in gl.static_range(STEPS):
+        column = (chunk * STEPS + step) * INPUTS
+        x = rings[1].index(slot * STEPS + step)
+        tma.async_copy_global_to_shared(descs[1], [0, column], bar, x)
+    if len(descs) == 3:
+        tma.async_copy_global_to_shared(descs[2], [chunk, 0], bar, rings[2].index(slot))
+
+
+@gluon.jit
+def produce_tiles(
+    descs, rings, bars, low, high, chunks, N, TILE: gl.constexpr, DEPENDENT: gl.constexpr
+):
+    """Keep a ring of `new_tile_ring` full, a unit a slot; see `produce`."""
+    full, free = bars
+    STAGES: gl.constexpr = full.shape[0]
+    slot = 0
+    phase = 1  # a new barrier's last phase counts as done: the first round finds every slot free
+    if DEPENDENT:
+        begun = gl.minimum(high, low + STAGES)
+        for unit in range(low, begun):
+            tile = unit // chunks
+            _load_tile(descs, rings, bars, unit - low, tile, unit - tile * chunks, N, TILE)
+        turn("griddepcontrol.wait; // $0")
+        for unit in range(low, begun):
+            _load_rows_of(descs, rings, bars, unit - low, unit % chunks)
+        low = begun
+        phase = 0
+    tile = low // chunks
+    chunk = low - tile * chunks
+    for _ in range(low, high):
+        mbarrier.wait(free.index(slot), phase)
+        _load_tile(descs, rings, bars, slot, tile, chunk, N, TILE)
+        _load_rows_of(descs, rings, bars, slot, chunk)
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            phase ^= 1
+        chunk += 1
+        if chunk == chunks:
+            chunk = 0
+            tile += 1
+
+
+@gluon.jit
 def turn(instruction: gl.constexpr):
     """Let the next kernel start, or wait for the one before: see `dependent_launch`."""
     gl.inline_asm_elementwise(instruction, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
@@ -254,8 +350,12 @@ def store(
     piece: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     dtype: gl.constexpr,
+    TILE: gl.constexpr = 0,
 ):
-    """Write sums [BAND, PIECE] to out [T, N], 16 bytes of a row a thread."""
+    """Write sums [BAND, PIECE] to out [T, N], 16 bytes of a row a thread.
+
+    Of a tile that ends within its last band, `TILE` says where.
+    """
     BAND: gl.constexpr = acc.shape[0]
     bias_ptr, out_ptr, part_ptr, arrivals = pointers
     N, padded_n, num_rows, chunks, units, span = sizes
@@ -269,7 +369,21 @@ def store(
     outputs = first + gl.arange(0, BAND, layout=gl.SliceLayout(1, order))
     rows = piece * acc.shape[1] + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, order))
     is_place = (outputs < N)[:, None] & (rows < num_rows)[None, :]
+    if TILE != 0:
+        within = band * BAND + gl.arange(0, BAND, layout=gl.SliceLayout(1, order))
+        is_place = is_place & (within < TILE)[:, None]
     gl.store(out_ptr + rows[None, :] * N + outputs[:, None], values, mask=is_place)
+
+
+@gluon.jit
+def of_outputs(pointer, values, N, first):
+    """Return the value of each output, float32, in place of those given, a band each."""
+    BAND: gl.constexpr = values[0].shape[0]
+    for band in gl.static_range(len(values)):
+        outputs = first + band * BAND + gl.arange(0, BAND, layout=values[0].type.layout)
+        value = gl.load(pointer + outputs, mask=outputs < N, other=0.0)
+        values = put(values, band, value.to(gl.float32))
+    return values
 
 
 @gluon.jit
@@ -329,6 +443,54 @@ def met(accs, part_ptr, arrivals, mine, others, PART: gl.constexpr):
             is_alive = is_second
         step *= 2
     return accs, is_alive
+
+
+@gluon.jit
+def slices_met(accs, meeting, slice_: gl.constexpr, SLICES: gl.constexpr):
+    """Leave a slice's sums in shared memory; return the first's with all others' added."""
+    BANDS: gl.constexpr = len(accs)
+    if SLICES > 1:
+        sums_ring, done = meeting
+        if slice_ > 0:
+            for band in gl.static_range(BANDS):
+                sums_ring.index((slice_ - 1) * BANDS + band).store(accs[band])
+            gl.thread_barrier()
+            mbarrier.arrive(done.index(0), count=1)
+        else:
+            mbarrier.wait(done.index(0), 0)
+            for other in gl.static_range(SLICES - 1):
+                for band in gl.static_range(BANDS):
+                    part = sums_ring.index(other * BANDS + band).load(accs[band].type.layout)
+                    accs = put(accs, band, accs[band] + part)
+    return accs
+
+
+@gluon.jit
+def added_up(accs, pointers, sizes, tile, IN_PAIRS: gl.constexpr):
+    """Add up the parts of a tile; return the sums, and whether they are the whole tile's."""
+    bias_ptr, out_ptr, part_ptr, arrivals = pointers
+    BANDS: gl.constexpr = len(accs)
+    ROWS: gl.constexpr = accs[0].shape[1]
+    PART: gl.constexpr = BANDS * accs[0].shape[0] * ROWS
+    TOGETHER: gl.constexpr = 128 // ROWS
+    first, others = sharers(sizes, tile)
+    # Of the tiles with several programs each begins in another one, where its parts are counted;
+    # so there are no more of them before than tiles, or programs.
+    parts = part_ptr + (first + gl.minimum(tile, first)) * PART
+    mine = gl.program_id(0) - first
+    if IN_PAIRS:
+        accs, is_last = met(accs, parts, arrivals + first, mine, others, PART)
+    else:
+        is_last = others == 0
+        if others > 0:
+            for band in gl.static_range(BANDS):
+                save(accs[band], parts + mine * PART, band, 0, 1)
+            is_last = arrived_last(arrivals + first, others)
+            if is_last:
+                for band in gl.static_range(BANDS):
+                    total = gathered(accs[band], parts, others + 1, PART, band, 0, 1, TOGETHER)
+                    accs = put(accs, band, total)
+    return accs, is_last
 
 
 SHARED_BYTES = 227 * 1024

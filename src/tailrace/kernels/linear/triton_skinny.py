@@ -13,6 +13,7 @@ on the tile sizes and on nothing else in the batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,16 +33,19 @@ from tailrace.kernels.linear.ways import Ways
 from tailrace.kernels.linear.workspace import SplitScratch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from tailrace.kernels.linear.cublas import CublasLinear
+    from tailrace.kernels.linear.workspace import Workspace
 
 MOST_ROWS, MOST_SPLIT_ROWS = 32, 16
 """Beyond them cuBLAS is as fast or faster, sooner where inputs are split: see
 benchmarks/gpu_skinny.py."""
 
 ROW_CLASSES = (MOST_SPLIT_ROWS, MOST_ROWS)
-"""Most rows of each class that a plan chooses a kernel for."""
+"""Most rows of each class that a plan chooses a kernel for; on Hopper there are more."""
 
 _MOST_TILES = 128
 """A layer of fewer tiles leaves multiprocessors idle, so its inputs are split."""
@@ -209,10 +213,11 @@ def skinny_linear(
     return out_TO
 
 
-def ways(outputs: int) -> Ways[SkinnyShape | None]:
-    """Return what can serve few rows of a layer, what was measured on an H200 first.
+def few_options(outputs: int) -> dict[int, dict[str, SkinnyShape | None]]:
+    """Return what can serve few rows of a layer by classes of them, by names; None is cuBLAS.
 
-    Where the scratch has no room for split sums, they are no option; None is cuBLAS.
+    What was measured on an H200 comes first. Where the scratch has no room for split sums, they are
+    no option.
     """
     usual = skinny_shape(outputs)
     first = (usual, usual if usual == WHOLE else None)
@@ -221,37 +226,59 @@ def ways(outputs: int) -> Ways[SkinnyShape | None]:
         fits = most_rows <= MOST_SPLIT_ROWS and usual == SPLIT
         names = {name: shape for name, shape in NAMES.items() if shape != SPLIT or fits}
         options[most_rows] = dict(sorted(names.items(), key=lambda item: item[1] != serving))
-    return Ways(options)
+    return options
 
 
 class SkinnyLinear:
-    """A cuBLAS layer that serves few rows by this kernel.
+    """A cuBLAS layer that serves few rows by this kernel, or by another one for Hopper.
 
     Args:
         many: The layer; its weight is used in place.
         scratch: Of the stream that all its products run on.
+        workspace: Likewise, for Hopper's kernel; None: that is no option.
     """
 
     operation = "linear"
 
-    def __init__(self, many: CublasLinear, scratch: SkinnyScratch) -> None:
+    def __init__(
+        self, many: CublasLinear, scratch: SkinnyScratch, workspace: Workspace | None = None
+    ) -> None:
         self._many = many
         self._scratch = scratch
         self.bias_O = many.bias_O
-        self._few = ways(many.weight_OI.shape[0])
+        outputs, inputs = many.sizes
+        self._few: Ways[object] = Ways(few_options(outputs))
+        self._multiply_few: Callable[..., Tensor] = skinny_linear
+        if workspace is not None:
+            from tailrace.kernels.linear import (  # noqa: PLC0415 - see has_hopper_kernel
+                hopper_half_ways,
+                triton_hopper_half,
+            )
+
+            if triton_hopper_half.takes(many.weight_OI):
+                layer = outputs, inputs, workspace.device
+                self._few = hopper_half_ways.ways(*layer)
+                self._multiply_few = partial(hopper_half_ways.multiply, workspace=workspace)
+                room = hopper_half_ways.room(*layer)
+                workspace.reserve(outputs=outputs, splits=1, rows=self._few.classes[-1], **room)
         self.planned = (self._few,)
 
     @property
     def name(self) -> str:
         """How it computes."""
-        served = [rows for rows in ROW_CLASSES if self._few.of(rows)]
-        return f"{self._many.name}, Triton up to {max(served)} rows" if served else self._many.name
+        shapes = {rows: self._few.of(rows) for rows in self._few.classes}
+        most_rows = {  # of each kernel the last
+            "Triton" if isinstance(shape, SkinnyShape) else "Hopper's": rows
+            for rows, shape in shapes.items()
+            if shape is not None
+        }
+        served = [f", {kernel} up to {rows} rows" for kernel, rows in most_rows.items()]
+        return self._many.name + "".join(served)
 
     @property
     def sizes(self) -> tuple[int, int]:
         """Outputs and inputs."""
-        outputs, inputs = self._many.weight_OI.shape
-        return outputs, inputs
+        return self._many.sizes
 
     @property
     def plain(self) -> CublasLinear:
@@ -273,20 +300,26 @@ class SkinnyLinear:
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Return [T, O] in the weight's dtype."""
-        many, shape = self._many, self._shape_for(x_TI.shape[0])
-        if shape is None:
-            return many(x_TI)
-        return skinny_linear(x_TI, many.weight_OI, many.bias_O, shape=shape, scratch=self._scratch)
+        shape = self._shape_for(x_TI.shape[0])
+        return self._many(x_TI) if shape is None else self._multiply(x_TI, shape)
 
     def write(self, x_TI: Tensor, out_TO: Tensor) -> None:
         """See `DeviceLinear.write`."""
-        many, shape = self._many, self._shape_for(x_TI.shape[0])
+        shape = self._shape_for(x_TI.shape[0])
         if shape is None:
-            many.write(x_TI, out_TO)
-            return
-        skinny_linear(
-            x_TI, many.weight_OI, many.bias_O, shape=shape, scratch=self._scratch, out_TO=out_TO
+            self._many.write(x_TI, out_TO)
+        else:
+            self._multiply(x_TI, shape, out_TO)
+
+    def _multiply(self, x_TI: Tensor, shape: object, out_TO: Tensor | None = None) -> Tensor:
+        return self._multiply_few(
+            x_TI,
+            self._many.weight_OI,
+            self.bias_O,
+            shape=shape,
+            scratch=self._scratch,
+            out_TO=out_TO,
         )
 
-    def _shape_for(self, rows: int) -> SkinnyShape | None:
-        return self._few.of(rows) if 0 < rows <= MOST_ROWS else None
+    def _shape_for(self, rows: int) -> object:
+        return self._few.of(rows) if 0 < rows <= self._few.classes[-1] else None
