@@ -176,6 +176,21 @@ def test_a_weight_that_tma_cannot_copy_is_served_as_elsewhere(on_hopper, dtype, 
     assert layer.planned[0].classes == list(triton_skinny.ROW_CLASSES)
 
 
+@pytest.mark.parametrize(("capability", "is_hopper"), [((8, 9), False), ((9, 0), True)])
+def test_layers_are_packed_for_hopper_on_such_a_gpu(monkeypatch, capability, is_hopper):
+    """Of which only the name is there: what is packed stays on the CPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
+    monkeypatch.setattr(table, "multiprocessors", lambda device: 132)
+    scratch = SkinnyScratch.allocate(CPU)
+    monkeypatch.setattr(SkinnyScratch, "allocate", lambda device: scratch)
+    kernels = TritonKernels(torch.device("cuda"), "float16")
+    kernels.device = CPU
+    layer = kernels.pack_linear(torch.randn(48, 128), None, "float16")
+    assert (layer.planned[0].classes == list(CLASSES)) == is_hopper
+    assert layer in kernels.planned_layers
+
+
 # Plans
 
 
