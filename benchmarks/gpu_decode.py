@@ -18,8 +18,8 @@ tokens, for a profiler that looks into the kernel:
         python benchmarks/gpu_decode.py --once
     ncu -i DIR/decode.ncu-rep --page source --csv --print-source sass
 
-On a Hopper GPU the kernel that loads by TMA is beside it: rings of 2, 3 and 4 tiles of keys and as
-many of values, and more; tiles of 128 keys; and grids of so many programs, which take splits in
+On a Hopper GPU the kernel that loads by TMA is beside it, over both caches: rings of some tiles of
+keys and as many of values; tiles of 128 keys; and grids of so many programs, which take splits in
 turn, for one without work costs more of its kind. Each of its ways is compared in a process of its
 own under a timeout first, since a barrier that nobody reaches would otherwise hang the GPU; its
 bits are held to its own.
@@ -52,7 +52,6 @@ from benchmarks.hopper_layers import graph_s
 from tailrace.kernels.attention_shapes import decode_shape
 from tailrace.kernels.dependent_launch import dependent_launches
 from tailrace.kernels.paged_attention import triton_decode, triton_hopper_decode
-from tailrace.kernels.paged_attention.triton_hopper_decode import USUAL as HOPPER_USUAL
 from tailrace.kernels.paged_attention.triton_hopper_decode import HopperDecodeShape
 
 if TYPE_CHECKING:
@@ -72,8 +71,8 @@ MOST_LAYERS = 64
 COPY_RATE = 4.19e12
 """Bytes a second, of an H200."""
 HOPPER = (9, 0)
-PROGRAMS = (264, 528, 1056)
-"""Of a grid by TMA: as many as an H200 holds at a time, twice and four times that."""
+PROGRAMS = (528, 2112, 1 << 20)
+"""Of a grid by TMA beside what serves: half as many, twice, and one for each split."""
 CHECK_S = 90.0
 """Most the comparison of one way by TMA may take, compiling included."""
 
@@ -107,11 +106,11 @@ class Way:
         return module.DecodeScratch.allocate(batch, HEADS, DIM, room, self.shape.split, device)
 
     def queue(self, case: Case, scratch: Any) -> None:
-        scales = {} if self.by_tma else {"kv_scales": case.scales}
         with patch.object(triton_decode, "MOST_PROGRAMS", self.most_programs), self._shared():
             self.module.decode(
                 case.q, case.keys.transpose(2, 3), case.values, case.out, kv_lens=case.kv_lens,
-                block_tables=case.tables, scale=SCALE, shape=self.shape, scratch=scratch, **scales,
+                block_tables=case.tables, scale=SCALE, shape=self.shape, scratch=scratch,
+                kv_scales=case.scales,
             )  # fmt: skip
 
     def _shared(self) -> AbstractContextManager[Any]:
@@ -125,15 +124,21 @@ class Way:
 
 def tma_ways() -> list[Way]:
     """Return the ways of the kernel that loads by TMA."""
-    several = [
-        Way(shape.words, triton_hopper_decode, False, shape)
-        for shape in triton_hopper_decode.CANDIDATES
-    ]
-    usual = several[0]
-    return [
-        *several,
-        *(replace(usual, words=f"TMA, {count} programs", programs=count) for count in PROGRAMS),
-    ]
+    found = []
+    for kv, float8, shapes in (
+        ("TMA", False, triton_hopper_decode.CANDIDATES),
+        ("TMA float8", True, triton_hopper_decode.FLOAT8_CANDIDATES),
+    ):
+        several = [
+            Way(shape.words.replace("TMA", kv), triton_hopper_decode, float8, shape)
+            for shape in shapes
+        ]
+        usual = several[0]
+        found += several
+        found += [
+            replace(usual, words=f"{kv}, {count} programs", programs=count) for count in PROGRAMS
+        ]
+    return found
 
 
 def ways(capability: tuple[int, int], other: ModuleType | None, *, on_gpu: bool) -> list[Way]:
@@ -183,11 +188,16 @@ def check(way: Way, usual: Way, lengths: tuple[int, ...], device: str) -> str:
     return ""
 
 
+def in_turn(way: Way) -> Way:
+    """Return a way whose programs take all splits of a row."""
+    return replace(way, programs=1)
+
+
 def check_tma(way: Way) -> str:
     """Return what is wrong with a way by TMA, in this process; all that is timed gets compiled."""
     for launches in (nullcontext(), dependent_launches()):
         with launches:
-            wrong = check(way, way, ODD, "cuda")
+            wrong = check(way, way, ODD, "cuda") or check(in_turn(way), way, ODD, "cuda")
             compile_one(way)
             torch.cuda.synchronize()
         if wrong:
@@ -284,7 +294,11 @@ def main() -> None:
     other = load(arguments.other) if arguments.other else None
     every = ways(capability, other, on_gpu=on_gpu)
     if arguments.once:
-        run_once([way for way in every if way.words in {SERVES, HOPPER_USUAL.words}])
+        by_tma = [way for way in every if way.by_tma]
+        usual = [
+            next((way for way in by_tma if way.float8 == kind), None) for kind in (False, True)
+        ]
+        run_once([way for way in every if way.words == SERVES or way in usual])
         return
     all_ways = [way for way in every if re.search(arguments.only, way.words) or way.words == SERVES]
     if arguments.compile is not None:

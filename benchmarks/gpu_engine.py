@@ -6,7 +6,7 @@
         [--plan auto|FILE] [--phase-overlap on|off]
         [--mixed DECODESxCONTEXTxTOKENS ... [--phase-priorities DECODES,PROMPTS ...]]
     PYTHONPATH=src:. python benchmarks/gpu_engine.py --out DIR --launches [--weights ...]
-        [--plan ...]
+        [--plan ...] [--decode-kernels hopper]
 
 Mixed: nothing but steps of so many decodes at a context and prompts that fill the tokens, by an
 engine of that budget, so that the step is captured as it is in serving. With priorities, once
@@ -100,7 +100,7 @@ LAUNCHES = (
 )  # fmt: skip
 CHECKED = ((1, 1500), (8, 1500), (20, 700), (50, 700), (128, 100))
 """Sequences and their longest prompts, where launches or ways of overlap are compared."""
-STEPS = ("weights", "fp8_activations", "kv_cache_dtype", "plan")
+STEPS = ("weights", "fp8_activations", "kv_cache_dtype", "plan", "decode_kernels")
 """Options that decode steps go by."""
 WHOLE = (*STEPS, "prefill_weights", "prefill_attention", "phase_overlap")
 ROUNDS, UNTIMED_STEPS, TIMED_STEPS = 6, 3, 16
@@ -144,6 +144,7 @@ def parser_of_options() -> argparse.ArgumentParser:
         "--phase-priorities", nargs="+", type=priorities, metavar="DECODES,PROMPTS",
         help="with --mixed: without overlap, and with streams of which the higher goes first",
     )  # fmt: skip
+    parser.add_argument("--decode-kernels", choices=("auto", "hopper"), default="auto")
     parser.add_argument("--context-length", type=int, default=8192, help="what there is room for")
     parser.add_argument("--plan", default="off", help="as of tailrace serve, for what is timed")
     return parser
@@ -237,6 +238,7 @@ def check_family(family: str, runner: ThreadPoolExecutor, arguments: argparse.Na
         max_num_batched_tokens=320 if by_hopper else 96,
         kv_cache_tokens=8192, warmup=True, kv_cache_dtype=arguments.kv_cache_dtype,
         prefill_attention=arguments.prefill_attention,
+        decode_kernels=arguments.decode_kernels,
     )  # fmt: skip
     engine, kept = make(config, folder, runner)
     draw = random.Random(1)
@@ -288,6 +290,7 @@ def time_qwen(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Name
         itl_target_ms=0,
         kv_cache_dtype=arguments.kv_cache_dtype, prefill_weights=arguments.prefill_weights,
         prefill_attention=arguments.prefill_attention, plan=arguments.plan,
+        decode_kernels=arguments.decode_kernels,
         phase_overlap=arguments.phase_overlap, fp8_activations=arguments.fp8_activations,
     )  # fmt: skip
     engine, kept = make(config, folder, runner)
@@ -369,6 +372,7 @@ def time_mixed(folder: Path, runner: ThreadPoolExecutor, arguments: argparse.Nam
                 plan=arguments.plan, prefill_weights=arguments.prefill_weights,
                 phase_overlap=overlap,
                 prefill_attention=arguments.prefill_attention,
+        decode_kernels=arguments.decode_kernels,
                 fp8_activations=arguments.fp8_activations,
                 kv_cache_tokens=batch * (context + 600) + 70_000,
             )  # fmt: skip

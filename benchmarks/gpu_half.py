@@ -301,10 +301,9 @@ def print_table(found: list[dict]) -> None:
 
 
 def print_served(found: list[dict]) -> None:
-    """Print what would serve each layer by these times, and what does now.
+    """Print what would serve each layer by these times, by dependent launches, and what does now.
 
-    Steps of 16 sequences at most are launched plainly, larger ones dependently; a class of 64 rows
-    goes by the sum of its two.
+    A class of 64 rows goes by the sum of its two.
     """
     from tailrace.kernels.linear.hopper_half_ways import ELSEWHERE, served
     from tailrace.kernels.linear.triton_skinny import CUBLAS
@@ -315,11 +314,10 @@ def print_served(found: list[dict]) -> None:
         best = []
         now = served(*sizes)
         for tile, serving in zip((16, 32, 64, 128), now, strict=True):
-            key = "us" if tile == CLASSES[16] else "dependent_us"
             us: dict[str, float] = {}
             for rows, its_tile in CLASSES.items():
                 for entry in _of(found, name, rows) if its_tile == tile else ():
-                    us[entry["way"]] = us.get(entry["way"], 0.0) + entry[key]
+                    us[entry["way"]] = us.get(entry["way"], 0.0) + entry["dependent_us"]
             usual = CUBLAS if serving == ELSEWHERE else serving
             best.append(fastest_of(us, usual, MARGIN))
         print(f"  {name:<8} {json.dumps(best)}\n  {'now':>8} {json.dumps(now)}")

@@ -54,6 +54,8 @@ def test_the_block_size_is_a_unit_or_a_mix_of_sizes_over_the_smallest():
         ("prefill_weights", "bf16", "a CPU serves prompts by the same weights; use auto or same"),
         ("prefill_attention", "hoper", "did you mean 'hopper'"),
         ("prefill_attention", "triton", "both kernels are a GPU's; .* name a GPU with --gpus"),
+        ("decode_kernels", "triton", "--decode-kernels triton: must be one of auto, hopper"),
+        ("decode_kernels", "hopper", "they are a GPU's; .* name a GPU with --gpus"),
         ("phase_overlap", "yes", "--phase-overlap"),
         ("phase_overlap", "on", "a GPU's streams and a second copy .* name a GPU with --gpus"),
         ("gpus", "0,1", "several GPUs is not in this version"),

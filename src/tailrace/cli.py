@@ -471,6 +471,7 @@ def _check_accuracy(
         str | None, typer.Option(help="As of `tailrace serve`; the reference keeps KV unrounded.")
     ] = None,
     prefill_attention: Annotated[str | None, typer.Option(help="As of `tailrace serve`.")] = None,
+    decode_kernels: Annotated[str | None, typer.Option(help="As of `tailrace serve`.")] = None,
     threads: Annotated[int | None, typer.Option(help="As of `tailrace serve`.")] = None,
     min_agreement: Annotated[
         float, typer.Option(help="Least share of equal likeliest tokens.")
@@ -492,6 +493,7 @@ def _check_accuracy(
     settings = {"model_path": model, "dtype": dtype, "quant_type": quant_type, "gpus": gpus}
     settings |= {"prefill_weights": prefill_weights, "fp8_activations": fp8_activations}
     settings |= {"kv_cache_dtype": kv_cache_dtype, "prefill_attention": prefill_attention}
+    settings |= {"decode_kernels": decode_kernels}
     config = load(settings | {"threads": threads}).engine
     from tailrace.bench.corpus import corpus_text  # noqa: PLC0415
     from tailrace.engine.setup import pin_threads  # noqa: PLC0415
@@ -564,6 +566,7 @@ def _plan_measure(
         str | None,
         typer.Option(help="triton: leave Hopper's kernel out; else as of `tailrace serve`."),
     ] = None,
+    decode_kernels: Annotated[str | None, typer.Option(help="As of `tailrace serve`.")] = None,
     block_size: Annotated[
         str | None, typer.Option(help="As of `tailrace serve`: attention is measured over it.")
     ] = None,
@@ -584,6 +587,7 @@ def _plan_measure(
         "quant_type": quant_type,
         "prefill_weights": prefill_weights,
         "prefill_attention": prefill_attention,
+        "decode_kernels": decode_kernels,
     }
     settings |= {"load_format": load_format, "context_length": context_length}
     settings |= {"fp8_activations": fp8_activations, "kv_cache_dtype": kv_cache_dtype}

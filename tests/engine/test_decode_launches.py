@@ -43,6 +43,14 @@ def test_fewer_bits_win_sooner(kind, least):
     assert least_decodes(layers(kind, kind), CUDA, HOPPER) == least
 
 
+def test_half_precision_wins_from_the_first_on_by_hoppers_kernels():
+    """Which wait for their turn when their weight is asked for."""
+    made = layers(SkinnyLinear, SkinnyLinear)
+    for layer in made:
+        layer.has_hopper = True
+    assert least_decodes(made, CUDA, HOPPER) == 1
+
+
 @pytest.mark.parametrize("kind", [Int4Linear, SkinnyLinear])
 def test_one_layer_that_was_not_measured_leaves_all_steps_plain(kind, monkeypatch):
     monkeypatch.setattr(decode_launches, "LEAST_DECODES", {**LEAST_DECODES, Float8Linear: None})

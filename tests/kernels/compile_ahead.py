@@ -584,22 +584,34 @@ def hopper_decode_cases(kind: int) -> Iterator[Case]:
     """Every candidate in bfloat16 over units of 8; the usual one over what else it serves.
 
     That is heads of 64, units of 16 in float16, 16 heads a KV head, and programs that take splits
-    in turn.
+    in turn. Likewise over a float8 cache, but for heads of 64.
     """
     if kind < HOPPER:
         return
     usual = triton_hopper_decode.USUAL
     wanted = [
-        (shape, 128, 7, "bf16", 8, in_turn)
+        (shape, 128, 7, "bf16", 8, in_turn, False)
         for shape in triton_hopper_decode.CANDIDATES
         for in_turn in ((False, True) if shape == usual else (False,))
     ]
-    wanted += [(usual, 64, 4, "bf16", 8, False), (usual, 128, 8, "fp16", 16, False)]
-    wanted += [(usual, 128, 16, "bf16", 8, True)]
-    for shape, head_dim, group, half, unit, in_turn in wanted:
+    wanted += [(usual, 64, 4, "bf16", 8, False, False), (usual, 128, 8, "fp16", 16, False, False)]
+    wanted += [(triton_hopper_decode.RINGS[0], 128, 16, "bf16", 8, True, False)]
+    usual = triton_hopper_decode.USUAL_FLOAT8
+    wanted += [
+        (shape, 128, 7, "bf16", 8, in_turn, True)
+        for shape in triton_hopper_decode.FLOAT8_CANDIDATES
+        for in_turn in ((False, True) if shape == usual else (False,))
+    ]
+    # 16 heads have twice the scores: of half the keys they leave room for two products' left sides.
+    short = triton_hopper_decode.HopperDecodeShape(stages=6, split=256, registers=80)
+    wanted += [(usual, 128, 8, "fp16", 16, False, True), (short, 128, 16, "bf16", 8, True, True)]
+    for shape, head_dim, group, half, unit, in_turn, is_float8 in wanted:
         columns = triton_hopper_decode.padded(group)
-        box = triton_hopper_decode.box_layout()
-        boxes = f"tensordesc<{half}[1, 1, {head_dim // 64}, 8, 64],{box!r}>"
+        box = triton_hopper_decode.box_layout(is_float8=is_float8)
+        pieces = (
+            "fp8e4nv[1, 1, 1, 8, 128]" if is_float8 else f"{half}[1, 1, {head_dim // 64}, 8, 64]"
+        )
+        boxes = f"tensordesc<{pieces},{box!r}>"
         rows = f"tensordesc<{half}[{columns}, {head_dim}],{triton_hopper_decode.query_layout()!r}>"
         types = {
             **TYPES, "q_desc": rows, "k_desc": boxes, "v_desc": boxes, "out_ptr": f"*{half}",
@@ -609,11 +621,11 @@ def hopper_decode_cases(kind: int) -> Iterator[Case]:
             "SPLIT": shape.split, "STAGES": shape.stages, "REGISTERS": shape.producer_registers,
             "IN_TURN": in_turn,
         }  # fmt: skip
-        where = " in turn" if in_turn else ""
+        where, kv = " in turn" if in_turn else "", "float8 " if is_float8 else ""
         yield Case(
-            f"hopper_decode {head_dim} {shape.words} {half}/{group}/{unit}{where}",
+            f"hopper_decode {kv}{head_dim} {shape.words} {half}/{group}/{unit}{where}",
             triton_hopper_decode.hopper_decode_kernel, constants, types=types,
-            registers=triton_hopper_decode.REGISTERS, source=GluonASTSource, is_candidate=True,
+            registers=shape.registers, source=GluonASTSource, is_candidate=True,
         )  # fmt: skip
 
 

@@ -23,9 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tests.kernels.gluon_interpreter import GluonFaultError, Interpreter
+from tailrace.kernels.paged_attention.triton_hopper_float8_kv import DEAL_HIGHER, DEAL_LOWER, WIDEN
+from tests.kernels.gluon_interpreter import GluonFaultError, Interpreter, registers
+from tests.kernels.gluon_interpreter.assembly import MEANINGS
 from tests.kernels.gluon_interpreter.shared_memory import _addresses
-from tests.kernels.gluon_interpreter.values import Array, array
+from tests.kernels.gluon_interpreter.values import Array, array, plain
 
 ROWS, COLUMNS, STEP = 64, 32, 64
 SLOTS = gl.constexpr(3)
@@ -344,6 +346,26 @@ def test_arithmetic_is_tritons():
         Array(torch.tensor([1], dtype=torch.int16)) + 70000
     with pytest.raises(GluonFaultError, match="branch on an array"):
         bool(half == 1)
+    pair = Array(torch.tensor([[1, -2], [3, -4]]))
+    first, second = registers.split(pair)
+    assert (first.data.tolist(), registers.absolute(second).data.tolist()) == ([1, 3], [2, 4])
+    with pytest.raises(GluonFaultError, match="is not split"):
+        registers.split(first.broadcast_to([4, 2]).reshape(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "places"),
+    [(WIDEN, 1, (0, 1, 2, 3)), (DEAL_LOWER, 2, (0, 1)), (DEAL_HIGHER, 2, (2, 3))],
+    ids=["one word", "two, lower half", "two, higher half"],
+)
+def test_words_of_float8_are_widened_number_by_number(text, words, places):
+    """Of all words the first of these numbers, then the second; NaN stays NaN."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(words, -1, 4)
+    given = [Array(x.contiguous().view(torch.int32).reshape(-1)) for x in numbers]
+    _, _, meaning = MEANINGS[str(plain(text))]
+    found = torch.stack(meaning(given)).view(len(places), words, -1).permute(1, 2, 0)
+    expected = numbers[..., list(places)].view(torch.float8_e4m3fn).half()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @gluon.jit

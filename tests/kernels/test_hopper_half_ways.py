@@ -58,14 +58,14 @@ def on_hopper(monkeypatch):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_without_a_plan_each_layer_is_served_as_elsewhere(monkeypatch, name):
-    """Nothing of Hopper's own was measured."""
+def test_without_a_plan_each_layer_is_served_by_what_the_table_names(monkeypatch, name):
     ways = ways_of(monkeypatch, name)
     assert ways.classes == list(CLASSES)
     few = triton_skinny.few_options(LAYERS[name][0])
-    for rows in CLASSES:
-        assert ways.serving(rows) == next(iter(few.get(rows, {CUBLAS: None})))
-    assert [ways.serving(rows) for rows in (64, 128)] == [CUBLAS] * 2
+    for rows, served in zip(CLASSES, table.served(*LAYERS[name]), strict=True):
+        elsewhere = next(iter(few.get(rows, {CUBLAS: None})))
+        assert ways.serving(rows) == (elsewhere if served == table.ELSEWHERE else served)
+    assert ways.serving(128) == CUBLAS, "it won everywhere"
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -160,6 +160,7 @@ def test_each_class_of_rows_goes_by_its_own_kernel(interpreter, on_hopper, monke
     monkeypatch.setattr(CublasLinear, "__call__", lambda self, x: taken.append(("cuBLAS", len(x))))
     layer.planned[0].serve(16, "Triton")
     layer.planned[0].serve(32, RUNS)
+    layer.planned[0].serve(64, CUBLAS)
     layer.planned[0].serve(128, LAST)
     for rows in (0, 16, 17, 32, 33, 64, 65, 128, 129):
         layer(torch.randn(rows, 400).half())
@@ -177,18 +178,22 @@ def test_a_weight_that_tma_cannot_copy_is_served_as_elsewhere(on_hopper, dtype, 
 
 
 @pytest.mark.parametrize(("capability", "is_hopper"), [((8, 9), False), ((9, 0), True)])
-def test_layers_are_packed_for_hopper_on_such_a_gpu(monkeypatch, capability, is_hopper):
+def test_layers_are_packed_for_hopper_on_such_a_gpu_where_it_is_asked_for(
+    monkeypatch, capability, is_hopper
+):
     """Of which only the name is there: what is packed stays on the CPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
     monkeypatch.setattr(table, "multiprocessors", lambda device: 132)
     scratch = SkinnyScratch.allocate(CPU)
     monkeypatch.setattr(SkinnyScratch, "allocate", lambda device: scratch)
-    kernels = TritonKernels(torch.device("cuda"), "float16")
-    kernels.device = CPU
-    layer = kernels.pack_linear(torch.randn(48, 128), None, "float16")
-    assert (layer.planned[0].classes == list(CLASSES)) == is_hopper
-    assert layer in kernels.planned_layers
+    for asked in (True, False):
+        kernels = TritonKernels(torch.device("cuda"), "float16", hopper_decodes=asked)
+        kernels.device = CPU
+        layer = kernels.pack_linear(torch.randn(48, 128), None, "float16")
+        assert layer.has_hopper == (is_hopper and asked)
+        assert (layer.planned[0].classes == list(CLASSES)) == layer.has_hopper
+        assert layer in kernels.planned_layers
 
 
 # Plans
@@ -235,4 +240,4 @@ def test_measuring_lets_the_fastest_win(interpreter, on_hopper):
     (found,) = measure([question], timer, lambda: 0.0, 1.0)
     assert found.refused == {}
     assert set(found.seconds) == set(layer.planned[0].options(64))
-    assert (found.winner, found.default) == (RUNS, CUBLAS)
+    assert (found.winner, found.default) == (RUNS, layer.planned[0].serving(64))

@@ -498,7 +498,12 @@ def _load_on_gpu(
 
     device = load_device(config.gpus[0])
     dtype = activations(config)
-    kernels = TritonKernels(device, dtype, rounds_all=config.fp8_activations == "all")
+    kernels = TritonKernels(
+        device,
+        dtype,
+        rounds_all=config.fp8_activations == "all",
+        hopper_decodes=config.decode_kernels == "hopper",
+    )
     served = load_model(folder, dtype=dtype, kernels=kernels, quant_type=config.quant_type)
     check_fp8_activations(config, served)
     kv_dtype = kv_dtype_of(config, kernels)

@@ -30,7 +30,7 @@ from tailrace.engine.setup import describe_kv
 from tailrace.engine.slot_tables import most_sequences, table_bytes
 from tailrace.engine.start_times import StartTimes
 from tailrace.errors import ConfigError
-from tailrace.kernels.attention_shapes import FLOAT8_CAPABILITY, decode_shape
+from tailrace.kernels.attention_shapes import FLOAT8_CAPABILITY
 from tailrace.kernels.early_compile import EarlyCompile
 from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.linear.float8_linear import ROUNDED
@@ -134,6 +134,7 @@ def load_weights(
         device,
         dtype,  # type: ignore[arg-type]  # checked by the config
         rounds_all=config.fp8_activations == "all",
+        hopper_decodes=config.decode_kernels == "hopper",
     )
     model = load_model(
         folder,
@@ -166,6 +167,24 @@ def check_fp8_activations(config: EngineConfig, model: CausalLM) -> None:
         )
 
 
+def check_decode_kernels(
+    config: EngineConfig, kernels: TritonKernels, model: CausalLM, kv_dtype: torch.dtype
+) -> None:
+    """Refuse --decode-kernels hopper where those do not serve.
+
+    Raises:
+        ConfigError: They do not; it says why.
+    """
+    if config.decode_kernels == "auto":
+        return
+    heads = model.config
+    group = heads.num_heads // heads.num_kv_heads
+    unit = config.kv_unit_tokens
+    reason = kernels.why_no_hopper_decodes(heads.head_dim, kv_dtype, unit, group)
+    if reason is not None:
+        raise ConfigError(f"--decode-kernels hopper: {reason}; leave it out")
+
+
 def measure_plan(config: EngineConfig, folder: Path, out: Path | None) -> tuple[Plan, Path]:
     """Measure a model's whole plan on its GPU and write it; without `out` to where auto looks.
 
@@ -180,6 +199,7 @@ def measure_plan(config: EngineConfig, folder: Path, out: Path | None) -> tuple[
         kv_dtype=kernels.dtype,
         unit=config.kv_unit_tokens,
     )
+    check_decode_kernels(config, kernels, model, kernels.dtype)
     prefill = copy_for_prompts(config, folder, kernels, model)
     longest = config.context_length or model.config.max_position
     timer = device_timer(kernels.device)
@@ -248,6 +268,7 @@ def _load_runner(
         kv_dtype=kv_dtype,
         unit=config.kv_unit_tokens,
     )
+    check_decode_kernels(config, kernels, loaded, kv_dtype)
     # Before anything is multiplied: layers that are made later find no scratch.
     shared = _share_memory(
         config,
@@ -330,6 +351,9 @@ def _describe_attention(kernels: TritonKernels, runner: CudaRunner, length: int)
         wide_tokens=kernels.wide_tokens,
     )
     log.info("prefill_attention", serves=attention)
+    heads = runner.model.config
+    decodes = kernels.decode_shape(heads.head_dim, heads.num_heads // heads.num_kv_heads)
+    log.info("decode_attention", serves=decodes.words)
     log.info("decode_launches", serves=describe_launches(runner.step_graphs.dependent_from))
     return attention
 
@@ -606,7 +630,7 @@ def later_bytes(
     tables = table_bytes(slots, context, config.kv_unit_tokens, mixed)
     frames = [*map(Frame, graph_buckets(slots)), *mixed]
     rows = sum(frame.decodes + frame.prompts for frame in frames)
-    splits = -(-context // decode_shape(shape.head_dim, kernels.capability).split)
+    splits = -(-context // kernels.decode_shape(shape.head_dim).split)
     scratch = slots * shape.num_heads * splits * (shape.head_dim + 1) * 4
     most = most_sequences(slots, mixed)
     units = kernels.wide_units(shape.head_dim, sequences=most, longest=context)

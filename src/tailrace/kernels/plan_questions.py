@@ -27,13 +27,14 @@ from tailrace.config import BLOCK_SIZES
 from tailrace.kernels.attention_shapes import (
     BOUNDS,
     CLASSES,
-    decode_candidates,
     key_words,
     prefill_candidates,
     prefill_shape,
 )
 from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.linear.ways import class_words, words_of
+from tailrace.kernels.paged_attention.decode_kernels import MOST_GROUP, decode
+from tailrace.kernels.paged_attention.decode_kernels import is_hopper as is_hopper_decode
 from tailrace.kernels.paged_attention.device_batch import cut_tiles
 from tailrace.kernels.paged_attention.prefill_kernels import (
     hopper_shapes,
@@ -41,7 +42,7 @@ from tailrace.kernels.paged_attention.prefill_kernels import (
     name_of,
     prefill,
 )
-from tailrace.kernels.paged_attention.triton_decode import DecodeScratch, decode
+from tailrace.kernels.paged_attention.triton_decode import DecodeScratch
 from tailrace.kernels.paged_attention.triton_widened_kv import (
     UNIT_TOKENS,
     USUAL_TOKENS,
@@ -55,8 +56,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tailrace.kernels.linear.ways import PlannedLinear, RoundedRows, Ways
+    from tailrace.kernels.paged_attention.decode_kernels import AnyDecodeShape
     from tailrace.kernels.paged_attention.prefill_kernels import PrefillShape
-    from tailrace.kernels.paged_attention.triton_decode import DecodeShape
     from tailrace.kernels.triton_kernels import TritonKernels
 
 PREFILL, DECODE = "prefill attention", "decode attention"
@@ -128,7 +129,7 @@ def questions(
             late.append(prefills)
         else:
             yield from prefills
-        if len(decode_shapes(kernels, heads.dim, kv_dtype)) > 1:
+        if len(_decode_shapes(kernels, heads, kv_dtype, unit)) > 1:
             yield _decode(kernels, heads, min(longest, _DECODE_KEYS), kv_dtype, unit)
     yield from _linears(kernels, compile_long=False)
     for prefills in late:
@@ -168,11 +169,13 @@ def prefill_shapes(
     return *found, *hopper_shapes(head_dim)
 
 
-def decode_shapes(
-    kernels: TritonKernels, head_dim: int, kv_dtype: torch.dtype
-) -> tuple[DecodeShape, ...]:
-    """Return every shape that can serve decodes here, the usual one first."""
-    return decode_candidates(head_dim, kernels.capability, is_float8=kv_dtype == FLOAT8)
+def _decode_shapes(
+    kernels: TritonKernels, heads: Heads, kv_dtype: torch.dtype, unit: int
+) -> tuple[AnyDecodeShape, ...]:
+    """Return the usual shape and others of its kernel: another one's bits differ."""
+    shapes = kernels.decode_shapes(heads.dim, kv_dtype, unit)
+    by_hopper = is_hopper_decode(shapes[0]) and heads.query // heads.kv <= MOST_GROUP
+    return tuple(shape for shape in shapes if is_hopper_decode(shape) == by_hopper)
 
 
 def _asked_shapes(
@@ -313,7 +316,7 @@ def _decode(
     kernels: TritonKernels, heads: Heads, length: int, kv_dtype: torch.dtype, unit: int
 ) -> Question:
     """One row of each of some sequences."""
-    usual, *_ = shapes = decode_shapes(kernels, heads.dim, kv_dtype)
+    usual, *_ = shapes = _decode_shapes(kernels, heads, kv_dtype, unit)
 
     @cache
     def given() -> tuple[_Sequences, Tensor, DecodeScratch]:
@@ -323,7 +326,7 @@ def _decode(
         )
         return at, at.q.squeeze(2).contiguous(), scratch
 
-    def by(shape: DecodeShape) -> Tensor:
+    def by(shape: AnyDecodeShape) -> Tensor:
         at, q_BHD, scratch = given()
         out_BHD = torch.empty_like(q_BHD)
         decode(

@@ -21,7 +21,6 @@ from tailrace.kernels.plan_questions import (
     DECODE,
     PREFILL,
     UNITS,
-    decode_shapes,
     over,
     prefill_shapes,
 )
@@ -52,7 +51,7 @@ def strangers(
     """
     shapes = [name_of(shape) for shape in prefill_shapes(kernels, head_dim, kv_dtype, unit)]
     options = {(over(PREFILL, kv_dtype, unit), key_words(bound)): shapes for bound in BOUNDS}
-    decodes = [shape.words for shape in decode_shapes(kernels, head_dim, kv_dtype)]
+    decodes = [shape.words for shape in kernels.decode_shapes(head_dim, kv_dtype, unit)]
     options[over(DECODE, kv_dtype, unit), ANY_LENGTH] = decodes
     for layer in kernels.planned_layers:
         for ways in layer.planned:
@@ -114,7 +113,7 @@ def apply(
         _winner(plan, *question, list(shapes), file)
         shape = _allowed_winner(plan.choice(*question), kernels, shapes, file)
         rows.append((bound, shape or usual(bound - 1)))
-    decodes = {shape.words: shape for shape in decode_shapes(kernels, head_dim, kv_dtype)}
+    decodes = {shape.words: shape for shape in kernels.decode_shapes(head_dim, kv_dtype, unit)}
     decode_name = _winner(plan, over(DECODE, kv_dtype, unit), ANY_LENGTH, list(decodes), file)
     served = []
     for layer in kernels.planned_layers:

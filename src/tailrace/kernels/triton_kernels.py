@@ -17,6 +17,7 @@ from tailrace.kernels.attention_shapes import (
     FLOAT8_CAPABILITY,
     INTERPRETER,
     Capability,
+    decode_candidates,
     decode_shape,
     prefill_shape,
 )
@@ -33,6 +34,8 @@ from tailrace.kernels.linear.phased_linear import PhasedLinear
 from tailrace.kernels.linear.triton_skinny import SkinnyLinear, SkinnyScratch
 from tailrace.kernels.linear.weight import plain
 from tailrace.kernels.linear.workspace import Workspace
+from tailrace.kernels.paged_attention import decode_kernels
+from tailrace.kernels.paged_attention.decode_kernels import MOST_GROUP, decode
 from tailrace.kernels.paged_attention.device_batch import DeviceBatch, plan
 from tailrace.kernels.paged_attention.prefill_kernels import (
     FASTER_HEAD_DIMS,
@@ -41,7 +44,7 @@ from tailrace.kernels.paged_attention.prefill_kernels import (
     prefill,
     why_not_hopper,
 )
-from tailrace.kernels.paged_attention.triton_decode import DecodeScratch, decode
+from tailrace.kernels.paged_attention.triton_decode import DecodeScratch
 from tailrace.kernels.paged_attention.triton_widened_kv import (
     UNIT_TOKENS,
     WidenedKv,
@@ -62,8 +65,8 @@ if TYPE_CHECKING:
     from tailrace.kernels.linear.prefill_format import PrefillFormat
     from tailrace.kernels.linear.ways import PlannedLinear, Ways
     from tailrace.kernels.linear.weight import Weight
+    from tailrace.kernels.paged_attention.decode_kernels import AnyDecodeShape
     from tailrace.kernels.paged_attention.prefill_kernels import PrefillShape
-    from tailrace.kernels.paged_attention.triton_decode import DecodeShape
     from tailrace.kernels.rotary import Rotary
 
     L = TypeVar("L", bound=PlannedLinear)
@@ -85,28 +88,37 @@ class TritonKernels:
         device: A CUDA device, or the CPU under Triton's interpreter.
         dtype: Of activations: bfloat16, float16 (or float32, for tests).
         rounds_all: Whether layers over FP8 weights round few rows to FP8 as well.
+        hopper_decodes: Whether decodes' attention, and few rows in half precision, may go by the
+            kernels of Hopper's own.
     """
 
     def __init__(
-        self, device: torch.device, dtype: WeightDtype, *, rounds_all: bool = False
+        self,
+        device: torch.device,
+        dtype: WeightDtype,
+        *,
+        rounds_all: bool = False,
+        hopper_decodes: bool = False,
     ) -> None:
         self.device = device
         self.capability = capability_of(device)
         self.dtype = DTYPES[dtype]
         self.name = f"triton ({dtype})"
         self._rounds_all = rounds_all
+        self._hopper_decodes = hopper_decodes
         self._scratch: DecodeScratch | None = None
         is_gpu = device.type == "cuda"
         self._workspace = Workspace(device, self.dtype)
         self._copies_workspace = Workspace(device, self.dtype)
         """Of prompts' copies, which may be multiplied beside the weights (engine/phase_overlap)."""
         self._skinny = SkinnyScratch.allocate(device) if is_gpu else None
-        is_hopper = is_gpu and has_hopper_kernel(self.capability, triton.__version__)
-        self._skinny_workspace = self._workspace if is_hopper else None
+        has_kernel = is_gpu and has_hopper_kernel(self.capability, triton.__version__)
+        self._skinny_workspace = self._workspace if has_kernel and hopper_decodes else None
         self._planned_layers: list[ref[PlannedLinear]] = []
         self._phased: list[ref[PhasedLinear]] = []
-        self.decode_row: DecodeShape | None = None
+        self.decode_row: AnyDecodeShape | None = None
         """A plan's shape of decodes' attention."""
+        self._usual_decode: AnyDecodeShape | None = None
         self.prefill_rows: tuple[tuple[int, PrefillShape], ...] = ()
         """A plan's shapes of prompts' attention: (below so many keys, shape), ascending."""
         self._prefill_asked = "auto"
@@ -121,6 +133,8 @@ class TritonKernels:
         self, asked: str, *, head_dim: int, kv_dtype: torch.dtype, unit: int
     ) -> None:
         """Let a kernel compute prompts' attention; before a plan is asked about, or a step made.
+
+        What computes decodes' follows from the cache.
 
         Args:
             asked: auto (a plan's choice of all that serve here; without one, Hopper's where it was
@@ -138,6 +152,7 @@ class TritonKernels:
         self._prefill_asked = asked
         self._has_hopper_prefill = reason is None
         self._kv_is_float8 = kv_dtype == FLOAT8
+        self._usual_decode = self.decode_shapes(head_dim, kv_dtype, unit)[0]
 
     def why_not_hopper(self, head_dim: int, kv_dtype: torch.dtype, unit: int) -> str | None:
         """Say why Hopper's kernel cannot serve prompts of a model here, or None where it can."""
@@ -209,15 +224,64 @@ class TritonKernels:
         """Tell whether prompts with so many keys can go by Hopper's kernel, if it serves."""
         return self._wide is None or units_of(prompt_kv_lens) <= self._wide.units
 
-    def decode_shape(self, head_dim: int) -> DecodeShape:
-        """Return the shape of decodes' attention: the plan's, or the table's.
+    def decode_shapes(
+        self, head_dim: int, kv_dtype: torch.dtype, unit: int
+    ) -> tuple[AnyDecodeShape, ...]:
+        """Return every shape that can serve decodes here, the usual one first.
+
+        Args:
+            head_dim: Of the model.
+            kv_dtype: Of the cache.
+            unit: Tokens of one of its units.
 
         Raises:
             ConfigError: No kernel serves the head dimension or the GPU.
         """
-        return self.decode_row or decode_shape(
-            head_dim, self.capability, is_float8=self._kv_is_float8
+        tables = decode_candidates(head_dim, self.capability, is_float8=kv_dtype == FLOAT8)
+        if self.why_no_hopper_decodes(head_dim, kv_dtype, unit):
+            return tables
+        return *decode_kernels.hopper_shapes(is_float8=kv_dtype == FLOAT8), *tables
+
+    def why_no_hopper_decodes(
+        self, head_dim: int, kv_dtype: torch.dtype, unit: int, group: int = 1
+    ) -> str | None:
+        """Say why Hopper's kernel does not serve decodes here, or None where it does.
+
+        Args:
+            head_dim: Of the model.
+            kv_dtype: Of the cache.
+            unit: Tokens of one of its units.
+            group: Query heads of a KV head.
+        """
+        if not self._hopper_decodes:
+            return "it was not asked for"
+        if group > MOST_GROUP:
+            return (
+                f"{group} query heads share one of KV, and the kernel was timed up to {MOST_GROUP}"
+            )
+        return decode_kernels.why_not_hopper(
+            device=self.device,
+            capability=self.capability,
+            dtype=self.dtype,
+            kv_dtype=kv_dtype,
+            head_dim=head_dim,
+            unit=unit,
         )
+
+    def decode_shape(self, head_dim: int, group: int = 1) -> AnyDecodeShape:
+        """Return the shape of decodes' attention: the plan's, or the usual one.
+
+        Args:
+            head_dim: Of the model.
+            group: Query heads of a KV head: of more than Hopper's kernel takes, the table's shape.
+
+        Raises:
+            ConfigError: No kernel serves the head dimension or the GPU.
+        """
+        shape = self.decode_row or self._usual_decode
+        if shape is None or (decode_kernels.is_hopper(shape) and group > MOST_GROUP):
+            return decode_shape(head_dim, self.capability, is_float8=self._kv_is_float8)
+        return shape
 
     def reserve(
         self,
@@ -239,7 +303,7 @@ class TritonKernels:
             head_dim: Of the model.
             max_kv_len: Keys of a sequence, at most.
         """
-        split = decode_shape(head_dim, self.capability).split
+        split = self.decode_shape(head_dim).split
         self._scratch = DecodeScratch.allocate(
             rows, num_heads, head_dim, max_kv_len, split, str(self.device)
         )
@@ -352,7 +416,7 @@ class TritonKernels:
             block_tables=batch.block_tables,
             scale=scale,
             kv_scales=kv_scales,
-            shape=self.decode_shape(head_dim),
+            shape=self.decode_shape(head_dim, num_heads // caches[1].shape[1]),
             scratch=self._scratch_for(decodes, num_heads, head_dim, batch.max_kv_len),
         )
 
@@ -534,7 +598,7 @@ class TritonKernels:
         self, rows: int, num_heads: int, head_dim: int, max_kv_len: int
     ) -> DecodeScratch:
         scratch = self._scratch
-        split = decode_shape(head_dim, self.capability).split
+        split = self.decode_shape(head_dim).split
         if scratch is not None:
             fits = scratch.lses.shape[0] >= rows and scratch.max_splits * split >= max_kv_len
             if fits:

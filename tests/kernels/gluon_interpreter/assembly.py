@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import torch
 
 from tailrace.kernels.linear import triton_hopper_int4_bands as bands
 from tailrace.kernels.linear.triton_int4 import UNPACK_BFLOAT16, UNPACK_FLOAT16
+from tailrace.kernels.paged_attention.triton_hopper_float8_kv import DEAL_HIGHER, DEAL_LOWER, WIDEN
 from tests.kernels.gluon_interpreter.values import Array, GluonFaultError, plain
 
 if TYPE_CHECKING:
@@ -68,9 +70,27 @@ def _pairs() -> dict[str, tuple[str, int, _Meaning]]:
     return found
 
 
+def _widen(asm: object) -> _Meaning:
+    """Return four float8 numbers in float16: a word's, or those that a permutation of two names."""
+    selector = re.search(r"prmt\.b32 \w+, \$4, \$5, 0x([0-7]{4});", str(plain(asm)))
+    places = [int(digit) for digit in reversed(selector[1])] if selector else range(4)
+
+    def run(args: list[Array]) -> list[torch.Tensor]:
+        words = torch.stack([x.data for x in args], dim=-1)
+        if words.dtype != torch.int32:
+            raise GluonFaultError(f"words of float8 in {words.dtype}")
+        numbers = words.view(torch.float8_e4m3fn).half()  # [..., 4 of each word]
+        return [numbers[..., place] for place in places]
+
+    return run
+
+
 MEANINGS: dict[str, tuple[str, int, _Meaning]] = {
     str(plain(UNPACK_BFLOAT16)): ("=r,=r,=r,=r,r,r", 2, _unpack(0x4300, torch.bfloat16)),
     str(plain(UNPACK_FLOAT16)): ("=r,=r,=r,=r,r,r", 2, _unpack(0x6400, torch.float16)),
     **_pairs(),
+    str(plain(WIDEN)): ("=h,=h,=h,=h,r", 1, _widen(WIDEN)),
+    str(plain(DEAL_LOWER)): ("=h,=h,=h,=h,r,r", 1, _widen(DEAL_LOWER)),
+    str(plain(DEAL_HIGHER)): ("=h,=h,=h,=h,r,r", 1, _widen(DEAL_HIGHER)),
 }
 """By text: the constraints, how many elements a register holds, and what is computed."""

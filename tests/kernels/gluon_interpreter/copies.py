@@ -109,7 +109,7 @@ class Mover:
         if not truth(pred):
             return
         language.machine.pause()
-        language.touch(desc.memory.name)
+        language.touch(desc.memory.name, at[0])
         event = language.machine.event()
         words = language.words("a copy", result)
         allocation = result.allocation

@@ -37,7 +37,7 @@ from tests.kernels.gluon_interpreter.values import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from tests.kernels.gluon_interpreter.global_memory import GlobalMemory
 
@@ -73,7 +73,8 @@ class Language:
         where: Its place in the grid.
         undefined_reads: Functions of the kernel that may load what others are writing; such bytes
             are poison.
-        late: Names of arguments that kernels before write: untouched before the wait for them.
+        late: Names of arguments that kernels before write, untouched before the wait for them; of a
+            descriptor perhaps only boxes whose first coordinate is one of those.
         num_warps: Of the program before it is specialized.
     """
 
@@ -83,7 +84,7 @@ class Language:
         memory: GlobalMemory,
         where: Where,
         undefined_reads: frozenset[str],
-        late: frozenset[str],
+        late: Mapping[str, Collection[int] | None],
         num_warps: int,
     ) -> None:
         self.machine, self.memory, self.where = machine, memory, where
@@ -151,9 +152,12 @@ class Language:
 
     # ---- global memory
 
-    def touch(self, name: str) -> None:
-        """Refuse an argument that the kernel before may still be writing."""
-        if name in self.late and (self.turned is None or not self.me.known >> self.turned & 1):
+    def touch(self, name: str, place: int | None = None) -> None:
+        """Refuse an argument, or a place of it, that the kernel before may still be writing."""
+        if name not in self.late or (self.turned is not None and self.me.known >> self.turned & 1):
+            return
+        places = self.late[name]
+        if places is None or place is None or place in places:
             raise GluonFaultError(f"{name} is touched before the wait for the kernel before")
 
     def load(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import random
+from collections.abc import Mapping
 from functools import cache
 from types import FunctionType
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ from tests.kernels.gluon_interpreter.values import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
 _OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl"})
 
@@ -43,7 +44,8 @@ class Interpreter:
         seed: Of the schedule: which programs, partitions and copies go first.
         undefined_reads: Names of functions that may load shared memory while others write it, since
             they throw such values away; they get poison.
-        late: Names of arguments that the kernel before writes, of a dependent launch.
+        late: Names of arguments that the kernel before writes, of a dependent launch; or by name
+            the first coordinates of a descriptor's boxes that it writes, None for all.
     """
 
     def __init__(
@@ -52,10 +54,11 @@ class Interpreter:
         *,
         seed: int = 0,
         undefined_reads: Iterable[str] = (),
-        late: Iterable[str] = (),
+        late: Iterable[str] | Mapping[str, Collection[int] | None] = (),
     ) -> None:
         self._kernel, self._seed = kernel, seed
-        self._undefined_reads, self._late = frozenset(undefined_reads), frozenset(late)
+        self._undefined_reads = frozenset(undefined_reads)
+        self._late = dict(late) if isinstance(late, Mapping) else dict.fromkeys(late)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: object, **kwargs: object) -> None:
@@ -74,7 +77,7 @@ class Interpreter:
             name: plain(value) if name in constants else _argument(name, value)
             for name, value in given.arguments.items()
         }
-        late = self._late if options.get("launch_pdl") else frozenset()
+        late = self._late if options.get("launch_pdl") else {}
         memory = GlobalMemory()
         programs = list(itertools.product(*map(range, grid)))
         random.Random(self._seed).shuffle(programs)

@@ -98,6 +98,19 @@ def join(a: object, b: object) -> Array:
     return Array(torch.stack([left.data, right.data], dim=-1))
 
 
+def split(a: object) -> tuple[Array, Array]:
+    value = array(a)
+    if not value.shape or value.shape[-1] != 2:
+        raise GluonFaultError(f"{value.type} is not split: two in the last dimension are")
+    first, second = value.data.unbind(-1)
+    return Array(first), Array(second)
+
+
+def absolute(x: object) -> Array:
+    value = array(x)
+    return Array(value.data.abs(), value.layout)
+
+
 def expand_dims(x: object, axis: object) -> Array:
     value = array(x)
     places = (slice(None),) * integer(axis) + (None,)
@@ -126,6 +139,8 @@ BUILTINS = {
     "exp2": exp2,
     "log2": log2,
     "join": join,
+    "split": split,
+    "abs": absolute,
     "expand_dims": expand_dims,
     "cdiv": cdiv,
 }

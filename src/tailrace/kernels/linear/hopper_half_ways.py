@@ -34,11 +34,30 @@ Shape = SkinnyShape | HopperHalfShape
 ELSEWHERE = "as elsewhere"
 """In `SERVED`: what serves on other GPUs, cuBLAS beyond 32 rows."""
 
-SERVED: tuple[tuple[int, int, tuple[str, str, str, str]], ...] = ((0, 0, (ELSEWHERE,) * 4),)
+_SLICES, _PAIRS = "Hopper 64x128, 2 slices", "Hopper 128x64/4/1/8 pairs"
+SERVED: tuple[tuple[int, int, tuple[str, str, str, str]], ...] = (
+    (132 * 64 + 1, 0, (ELSEWHERE, ELSEWHERE, _PAIRS, ELSEWHERE)),
+    (4097, 0, (_SLICES, _SLICES, ELSEWHERE, ELSEWHERE)),
+    (0, 40_000_000, (_SLICES, _SLICES, ELSEWHERE, ELSEWHERE)),
+    (0, 0, (_SLICES, _SLICES, _SLICES, ELSEWHERE)),
+)
 """What serves without a plan: the least outputs and weights of a layer, the first line that holds;
 and by up to 16, 32, 64 and 128 rows a name as a plan and gpu_half.py have it.
 
-Nothing of Hopper's own was timed yet. A name that does not fit a layer leaves it as elsewhere.
+More tiles of 64 outputs than multiprocessors, for which slices would wait; and by sizes the rest.
+A name that does not fit a layer leaves it as elsewhere.
+
+Seen on an H200 (gpu_half.py, 2026-11-30), microseconds by cuBLAS / Triton's / Hopper's own, plainly
+/ by dependent launches:
+
+    rows             16                    32               50             64
+    head     263/251/254/253       266/256/261/259    270/264/262    273/264/263     152064 x 3584
+    gate_up  73.3/66.1/69.9/68.6   74.0/67.9/71/70    73.5/73.1/72   74.6/73.7/73     37888 x 3584
+    down     40.0/38.3/36.2/36.1   40.1/68.6/38/37    41.4/42.6/42   41.0/42.9/42     3584 x 18944
+    qkv      11.2/12.2/11.7/10.6   11.4/15.5/12/11    11.0/12.6/12   11.4/12.2/12      4608 x 3584
+    o        11.6/ 9.9/ 9.6/ 8.7   11.8/14.7/10/ 9    10.2/11.4/10    9.8/11.2/10      3584 x 3584
+
+At 128 rows cuBLAS wins everywhere, by 2 (head) to 60 % (o).
 """
 
 

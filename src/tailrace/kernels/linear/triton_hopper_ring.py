@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 if TYPE_CHECKING:
@@ -177,6 +177,7 @@ def new_tile_ring(descs, STAGES: gl.constexpr, BOXES: gl.constexpr, STEPS: gl.co
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(free.index(slot), count=1)
+    fence_async_shared()  # the copies' side is to see what barriers begin with
     rings = (w_ring, x_ring, _boxes_of(descs[2], STAGES)) if len(descs) == 3 else (w_ring, x_ring)
     return rings, (full, free)
 

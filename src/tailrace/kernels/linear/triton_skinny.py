@@ -239,6 +239,8 @@ class SkinnyLinear:
     """
 
     operation = "linear"
+    has_hopper = False
+    """Whether few rows may go by Hopper's kernel."""
 
     def __init__(
         self, many: CublasLinear, scratch: SkinnyScratch, workspace: Workspace | None = None
@@ -259,6 +261,7 @@ class SkinnyLinear:
                 layer = outputs, inputs, workspace.device
                 self._few = hopper_half_ways.ways(*layer)
                 self._multiply_few = partial(hopper_half_ways.multiply, workspace=workspace)
+                self.has_hopper = True
                 room = hopper_half_ways.room(*layer)
                 workspace.reserve(outputs=outputs, splits=1, rows=self._few.classes[-1], **room)
         self.planned = (self._few,)

@@ -19,6 +19,9 @@ copies put them, by a layout that says so (`ring_layout`); weights go through sh
 Beyond a sequence's last unit the producer asks for unit -1, which TMA fills with zeros. The rest of
 the last unit may hold NaN, and 0 x NaN is NaN: there the consumer writes zeros before it multiplies
 values.
+
+A float8 cache comes in boxes of half the bytes, which the consumer widens in registers, 64 keys a
+product (`triton_hopper_float8_kv`).
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -39,13 +43,24 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tailrace.errors import EngineError
 from tailrace.kernels.dependent_launch import launch_options
+from tailrace.kernels.kv_scales import UNSCALED, KVScales
+from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.linear.triton_hopper_ring import arrived_last, turn
 from tailrace.kernels.paged_attention import triton_hopper_prefill
-from tailrace.kernels.paged_attention.triton_decode import DecodeScratch, programs_a_row
+from tailrace.kernels.paged_attention.triton_float8 import RAISED
+from tailrace.kernels.paged_attention.triton_hopper_float8_kv import (
+    PART,
+    in_dims,
+    queries_in_float16,
+    scored_float8,
+    summed_float8,
+)
 from tailrace.kernels.paged_attention.triton_prefill import LOG2_E
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from tailrace.kernels.paged_attention.triton_decode import DecodeScratch
 
 _ATOM, _COLUMNS = 8, 64
 ATOM = gl.constexpr(_ATOM)
@@ -94,6 +109,12 @@ def _ask(desc, into, bar, units, start, kv_head, UNIT: gl.constexpr):
 
 
 @gluon.jit
+def _start(low, step, tiles, TILE: gl.constexpr):
+    """Return where the tile of a split's step begins: all its keys, then all its values."""
+    return low + gl.where(step < tiles, step, step - tiles) * TILE
+
+
+@gluon.jit
 def _produce(
     common,
     descs,
@@ -104,7 +125,10 @@ def _produce(
     IN_TURN: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """Copy the queries, then keep the ring full: a split's keys, then its values."""
+    """Copy the queries and keep the ring full: a split's keys, then its values.
+
+    A dependent launch asks for keys of earlier steps before it waits for the kernel ahead.
+    """
     q_smem, boxes, _, bars = common
     q_bar, full, free = bars
     q_desc, k_desc, v_desc = descs
@@ -113,21 +137,31 @@ def _produce(
     BOXES: gl.constexpr = boxes.shape[1]
     TILE: gl.constexpr = BOXES * ATOM
     # Nobody writes a table in a step: the first units are known when the kernel before has ended.
-    units = _units(table, first * SPLIT, kv_len, BOXES, UNIT)
+    low = first * SPLIT
+    units = _units(table, low, kv_len, BOXES, UNIT)
+    tiles = gl.cdiv(gl.minimum(kv_len - low, SPLIT), TILE)
+    begun = 0
     if DEPENDENT:
+        # Nor any of its keys but a sequence's last: tiles before that one are asked for at once.
+        begun = gl.minimum(gl.minimum(kv_len - 1 - low, SPLIT) // TILE, STAGES)
+        for tile in range(begun):
+            bar = full.index(tile)
+            mbarrier.expect(bar, BOXES * k_desc.block_type.nbytes)
+            _ask(k_desc, boxes.index(tile), bar, units, low + tile * TILE, kv_head, UNIT)
+            units = _units(table, _start(low, tile + 1, tiles, TILE), kv_len, BOXES, UNIT)
         turn("griddepcontrol.wait; // $0")
     mbarrier.expect(q_bar, q_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(q_desc, [head, 0], q_bar, q_smem)
-    slot = 0
-    phase = 1  # a new barrier's last phase counts as done: the first round finds every slot free
+    slot = begun % STAGES
+    # A new barrier's last phase counts as done: the first round finds every slot free.
+    phase = 1 - begun // STAGES
     end = gl.cdiv(kv_len, SPLIT) if IN_TURN else first + 1
     for split in range(first, end, gl.num_programs(2)):
         low = split * SPLIT
         tiles = gl.cdiv(gl.minimum(kv_len - low, SPLIT), TILE)
-        if IN_TURN:
-            units = _units(table, low, kv_len, BOXES, UNIT)
-        for step in range(2 * tiles):
-            start = low + gl.where(step < tiles, step, step - tiles) * TILE
+        # `begun = 0` at the loop's end would do in Python; Triton's loops do not carry literals.
+        for step in range(gl.where(split == first, begun, 0), 2 * tiles):
+            start = _start(low, step, tiles, TILE)
             bar = full.index(slot)
             into = boxes.index(slot)
             mbarrier.wait(free.index(slot), phase)
@@ -136,7 +170,10 @@ def _produce(
                 _ask(k_desc, into, bar, units, start, kv_head, UNIT)
             else:
                 _ask(v_desc, into, bar, units, start, kv_head, UNIT)
-            following = low + gl.where(step + 1 < tiles, step + 1, step + 1 - tiles) * TILE
+            following = _start(low, step + 1, tiles, TILE)
+            if IN_TURN:
+                is_last = step + 1 == 2 * tiles
+                following = gl.where(is_last, low + gl.num_programs(2) * SPLIT, following)
             units = _units(table, following, kv_len, BOXES, UNIT)
             slot += 1
             if slot == STAGES:
@@ -226,20 +263,23 @@ def _in_one(tiles):
 
 
 @gluon.jit
-def _softened(scores, weights, scale_log2):
+def _softened(scores, weights, factors, RAISED_BY: gl.constexpr):
     """Leave a split's weights in shared memory; return their sum, and its base 2 log with the peak.
 
-    Peaks are of scores before `scale_log2`, so that scaling and taking the peak off are one fma.
+    Peaks are of scores before `factors`, a head each, so that scaling and taking the peak off are
+    one fma. Weights are larger than the softmax's by RAISED_BY powers of two.
     """
     TILES: gl.constexpr = len(scores)
     peak = scores[0]
     for tile in gl.static_range(1, TILES):
         peak = gl.maximum(peak, scores[tile])
-    peak = gl.max(peak, 0) * scale_log2
+    peak = gl.max(peak, 0) * factors
+    if RAISED_BY > 0:
+        peak -= RAISED_BY
     total = gl.zeros_like(scores[0])
     softened = ()
     for tile in gl.static_range(TILES):
-        weight = gl.exp2(scores[tile] * scale_log2 - peak[None, :])
+        weight = gl.exp2(scores[tile] * factors[None, :] - peak[None, :])
         total += weight
         softened = softened + (weight.to(weights.dtype),)  # type: ignore[assignment]  # noqa: RUF005
     # One store: between several the compiler has all warps meet.
@@ -284,59 +324,93 @@ def _summed(common, ring, held, tiles, slot, phase, sums: gl.constexpr):
 
 
 @gluon.jit
+def _attended(common, low, kv_len, slot, phase, scale_log2, sums: gl.constexpr):
+    """Return a split's attention [dimensions, heads], its log sum, and where the ring stands."""
+    q_smem, boxes, weights, bars = common
+    TILE: gl.constexpr = weights.shape[2]
+    ring_shape: gl.constexpr = [boxes.shape[0], TILE, q_smem.shape[1]]
+    layout: gl.constexpr = ring_layout(TILE, q_smem.shape[1])
+    ring = boxes._reinterpret(boxes.dtype, ring_shape, layout)  # noqa: SLF001 - the only way
+    held = gl.minimum(kv_len - low, weights.shape[0] * TILE)
+    tiles = gl.cdiv(held, TILE)
+    scores, slot, phase = _scored(common, ring, low, kv_len, tiles, slot, phase, sums)
+    columns: gl.constexpr = gl.SliceLayout(0, sums)
+    factors = gl.full([weights.shape[1]], 1.0, gl.float32, layout=columns) * scale_log2
+    total, lse = _softened(scores, weights, factors, 0)
+    acc, slot, phase = _summed(common, ring, held, tiles, slot, phase, sums)
+    return acc / total[None, :], lse, slot, phase
+
+
+@gluon.jit
+def _attended_float8(common, low, kv_len, slot, phase, factors, sums: gl.constexpr):
+    """Return a split's attention [dimensions, heads], its log sum, and where the ring stands."""
+    weights = common[2]
+    held = gl.minimum(kv_len - low, weights.shape[0] * weights.shape[2])
+    scores, slot, phase = scored_float8(common, held, slot, phase, sums)
+    total, lse = _softened(scores, weights, factors, RAISED)
+    low_acc, high_acc, slot, phase = summed_float8(common, held, slot, phase, sums)
+    acc = in_dims(low_acc / total[None, :], high_acc / total[None, :])
+    return acc, lse, slot, phase
+
+
+@gluon.jit
 def _consume(
     common,
     pointers,
     place,
     max_splits,
-    scale_log2,
+    scales,
     GROUP: gl.constexpr,
     IN_TURN: gl.constexpr,
 ):
     """Attend over splits, and merge the row's parts where all others are there."""
     q_smem, boxes, weights, bars = common
     table, kv_head, first, kv_len = place
+    scale_log2, v_scale = scales
+    IS_FLOAT8: gl.constexpr = boxes.dtype == gl.float8e4nv
     PADDED: gl.constexpr = q_smem.shape[0]
-    TILE: gl.constexpr = weights.shape[2]
-    SPLIT: gl.constexpr = weights.shape[0] * TILE
+    SPLIT: gl.constexpr = weights.shape[0] * weights.shape[2]
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PADDED, 16])
-    ring_shape: gl.constexpr = [boxes.shape[0], TILE, q_smem.shape[1]]
-    layout: gl.constexpr = ring_layout(TILE, q_smem.shape[1])
-    ring = boxes._reinterpret(boxes.dtype, ring_shape, layout)  # noqa: SLF001 - the only way
     count = gl.cdiv(kv_len, SPLIT)
     slot = count * 0
     phase = count * 0
+    if IS_FLOAT8:
+        queries, downs = queries_in_float16(q_smem, bars[0], sums)
+        common = (queries, boxes, weights, bars)
+        factors = downs * scale_log2
     end = count if IN_TURN else first + 1
     for split in range(first, end, gl.num_programs(2)):
         low = split * SPLIT
-        held = gl.minimum(kv_len - low, SPLIT)
-        tiles = gl.cdiv(held, TILE)
-        scores, slot, phase = _scored(common, ring, low, kv_len, tiles, slot, phase, sums)
-        total, lse = _softened(scores, weights, scale_log2)
-        acc, slot, phase = _summed(common, ring, held, tiles, slot, phase, sums)
-        acc = acc / total[None, :]
-        _write(acc, lse, pointers, split, count, max_splits, GROUP)
+        if IS_FLOAT8:
+            acc, lse, slot, phase = _attended_float8(
+                common, low, kv_len, slot, phase, factors, sums
+            )
+        else:
+            acc, lse, slot, phase = _attended(common, low, kv_len, slot, phase, scale_log2, sums)
+        _write(acc, lse, pointers, split, count, max_splits, v_scale, GROUP)
 
 
 @gluon.jit
-def _write(acc, lse, pointers, split, count, max_splits, GROUP: gl.constexpr):
+def _write(acc, lse, pointers, split, count, max_splits, v_scale, GROUP: gl.constexpr):
     """Write a split's result [dimensions, heads], or leave it as a part; who is last merges."""
     out_ptr, part_ptr, lse_ptr, arrival = pointers
     HEAD_DIM: gl.constexpr = acc.shape[0]
     PADDED: gl.constexpr = acc.shape[1]
     layout: gl.constexpr = acc.type.layout
-    members = gl.arange(0, PADDED, layout=gl.SliceLayout(0, layout))
+    columns: gl.constexpr = gl.SliceLayout(0, layout)
+    members = gl.arange(0, PADDED, layout=columns)
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, layout))
     is_member = (members < GROUP)[None, :]
     if count == 1:
         out = out_ptr + (members * HEAD_DIM)[None, :] + dims[:, None]
-        gl.store(out, acc.to(out_ptr.dtype.element_ty), mask=is_member)
+        gl.store(out, (acc * v_scale).to(out_ptr.dtype.element_ty), mask=is_member)
     else:
         parts = members * max_splits + split
         gl.store(part_ptr + (parts * HEAD_DIM)[None, :] + dims[:, None], acc, mask=is_member)
-        gl.store(lse_ptr + parts, lse, mask=members < GROUP)
+        log_sums = gl.convert_layout(lse, columns, assert_trivial=True)
+        gl.store(lse_ptr + parts, log_sums, mask=members < GROUP)
         if arrived_last(arrival, count - 1):
-            _merge(out_ptr, part_ptr, lse_ptr, max_splits, count, GROUP, PADDED, HEAD_DIM)
+            _merge(out_ptr, part_ptr, lse_ptr, max_splits, count, v_scale, GROUP, PADDED, HEAD_DIM)
 
 
 @gluon.jit
@@ -346,6 +420,7 @@ def _merge(
     lse_ptr,
     max_splits,
     count,
+    v_scale,
     GROUP: gl.constexpr,
     PADDED: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -379,7 +454,7 @@ def _merge(
                 total = total * rescale + weight
                 peak = higher
     out = out_ptr + (members * HEAD_DIM)[:, None] + dims[None, :]
-    acc = acc / total[:, None]
+    acc = acc / total[:, None] * v_scale
     gl.store(out, acc.to(out_ptr.dtype.element_ty), mask=is_member[:, None])
 
 
@@ -408,6 +483,7 @@ def hopper_decode_kernel(
     table_stride,
     max_splits,
     scale_log2,
+    v_scale,
     NUM_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     UNIT: gl.constexpr,
@@ -427,7 +503,10 @@ def hopper_decode_kernel(
     # Lengths are the step's own, and the first program of a row waits: see `dependent_launch`.
     if (first * SPLIT >= kv_len) & (first > 0):
         return
-    dtype: gl.constexpr = k_desc.dtype
+    IS_FLOAT8: gl.constexpr = k_desc.dtype == gl.float8e4nv
+    # Of products, and the keys that one takes.
+    dtype: gl.constexpr = gl.float16 if IS_FLOAT8 else k_desc.dtype
+    KEYS: gl.constexpr = PART if IS_FLOAT8 else TILE
     PADDED: gl.constexpr = q_desc.block_type.shape[0]
     HEAD_DIM: gl.constexpr = q_desc.block_type.shape[1]
     head = row * NUM_HEADS + kv_head * GROUP
@@ -438,10 +517,11 @@ def hopper_decode_kernel(
             turn("griddepcontrol.wait; // $0")
         _write_zeros(out_ptr, GROUP, PADDED, HEAD_DIM)
         return
-    ring_shape: gl.constexpr = [STAGES, TILE // ATOM, 1, HEAD_DIM // COLUMNS, ATOM, COLUMNS]
-    weights_shape: gl.constexpr = [SPLIT // TILE, PADDED, TILE]
-    boxes = gl.allocate_shared_memory(dtype, ring_shape, k_desc.layout)
-    q_smem = gl.allocate_shared_memory(dtype, [PADDED, HEAD_DIM], q_desc.layout)
+    box: gl.constexpr = k_desc.block_type.shape
+    ring_shape: gl.constexpr = [STAGES, TILE // ATOM, 1, box[2], ATOM, box[4]]
+    weights_shape: gl.constexpr = [SPLIT // KEYS, PADDED, KEYS]
+    boxes = gl.allocate_shared_memory(k_desc.dtype, ring_shape, k_desc.layout)
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [PADDED, HEAD_DIM], q_desc.layout)
     weights = gl.allocate_shared_memory(dtype, weights_shape, q_desc.layout)
     q_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -450,7 +530,9 @@ def hopper_decode_kernel(
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(free.index(slot), count=1)
+    fence_async_shared()  # the copies' side is to see what barriers begin with
     common = (q_smem, boxes, weights, (q_bar, full, free))
+    scales = (scale_log2, v_scale if IS_FLOAT8 else 1.0)
     place = (tables + row.to(gl.int64) * table_stride, kv_head, first, kv_len)
     pointers = (
         out_ptr,
@@ -462,7 +544,7 @@ def hopper_decode_kernel(
         [
             (
                 _consume,
-                (common, pointers, place, max_splits, scale_log2, GROUP, IN_TURN),
+                (common, pointers, place, max_splits, scales, GROUP, IN_TURN),
             ),
             (
                 _produce,
@@ -484,10 +566,13 @@ class HopperDecodeShape:
 
     tile: int = 64
     """Keys of a tile: 64 or 128."""
-    stages: int = 6
+    stages: int = 2
     """Tiles of keys or values in the ring."""
     split: int = 512
     """Tokens of a split."""
+    registers: int = 64
+    """A thread at the start, of two groups of four warps: 80 for three programs a multiprocessor,
+    64 for four."""
 
     def __post_init__(self) -> None:
         if self.tile not in _PRODUCER_REGISTERS:
@@ -506,33 +591,45 @@ class HopperDecodeShape:
     @property
     def words(self) -> str:
         """Its name."""
-        return f"TMA, {self.tile} keys, ring of {self.stages}"
+        cut = "" if self.split == 512 else f", split {self.split}"
+        return f"TMA, {self.tile} keys, ring of {self.stages}, {self.registers} registers{cut}"
 
 
 _PRODUCER_REGISTERS = {64: 24, 128: 40}
 """By tile: the units of a tile's boxes are registers."""
-REGISTERS = 80
-"""A thread at the start, of two groups of four warps: three programs fit a multiprocessor's."""
 MOST_GROUP = 16
-"""Query heads of a KV head; more than 8 take twice the shared memory for weights."""
+"""Query heads of a KV head; more than 8 take twice the registers for scores."""
 
 USUAL = HopperDecodeShape()
-"""By reckoning, not yet timed: two programs of 96 KB of tiles fit a multiprocessor."""
+"""As timed on an H200: four programs fit a multiprocessor, with two tiles each."""
+RINGS = (HopperDecodeShape(stages=4, registers=80), HopperDecodeShape(stages=3, registers=80))
+"""What a plan may choose instead: tiles and splits, so bits, are the same."""
 CANDIDATES = (
     USUAL,
-    HopperDecodeShape(stages=4),
-    HopperDecodeShape(stages=8),
-    HopperDecodeShape(stages=12),
-    HopperDecodeShape(tile=128, stages=2),
-    HopperDecodeShape(tile=128, stages=3),
-    HopperDecodeShape(tile=128, stages=6),
+    *RINGS,
+    HopperDecodeShape(stages=3, split=256),
+    HopperDecodeShape(tile=128, stages=2, registers=80),
 )
-"""What benchmarks/gpu_decode.py tries: a ring of 6 of 64 keys is 3 tiles of keys and of values."""
+"""What benchmarks/gpu_decode.py tries; rings of 6 and more tiles lose, for fewer programs fit."""
+
+USUAL_FLOAT8 = HopperDecodeShape(stages=8, registers=80)
+"""Over a float8 cache, likewise: three programs, with eight tiles of half the bytes each."""
+FLOAT8_RINGS = (HopperDecodeShape(stages=5),)
+FLOAT8_CANDIDATES = (
+    USUAL_FLOAT8,
+    *FLOAT8_RINGS,
+    HopperDecodeShape(stages=5, split=256),
+    HopperDecodeShape(tile=128, stages=2, registers=80),
+    HopperDecodeShape(tile=128, stages=4, registers=80),
+)
+"""What a plan may choose there, and what benchmarks/gpu_decode.py tries."""
+FLOAT8_DIM = 128
+"""Dimensions of a head in float8, a line of a box."""
 
 
-def box_layout() -> gl.NVMMASharedLayout:
-    """Return the order of a box [1, 1, D / 64, 8, 64] in shared memory."""
-    return gl.NVMMASharedLayout(128, 16, 5)
+def box_layout(*, is_float8: bool = False) -> gl.NVMMASharedLayout:
+    """Return the order of a box in shared memory, [1, 1, D / 64, 8, 64] or [1, 1, 1, 8, 128]."""
+    return gl.NVMMASharedLayout(128, 8 if is_float8 else 16, 5)
 
 
 def query_layout() -> gl.NVMMASharedLayout:
@@ -556,8 +653,43 @@ def serves(q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
     num_heads, num_kv_heads = q_BHD.shape[1], v_cache.shape[1]
     if num_heads % num_kv_heads or num_heads // num_kv_heads > MOST_GROUP:
         return f"{num_heads} heads over {num_kv_heads}: up to {MOST_GROUP} a KV head are served"
-    # Boxes are cut from the same caches there, and products take the same halves.
-    return triton_hopper_prefill.serves(q_BHD, k_cache, v_cache)
+    if k_cache.dtype != FLOAT8 or v_cache.dtype != FLOAT8:
+        # Boxes are cut from the same caches there, and products take the same halves.
+        return triton_hopper_prefill.serves(q_BHD, k_cache, v_cache)
+    return _serves_float8(q_BHD, k_cache, v_cache)
+
+
+def _serves_float8(q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
+    """Say why the kernel does not serve these over float8, or None where it does."""
+    head_dim, unit = q_BHD.shape[2], v_cache.shape[2]
+    if head_dim != FLOAT8_DIM:
+        return f"{head_dim} dimensions a head over a float8 cache: {FLOAT8_DIM} are served"
+    if q_BHD.dtype not in {torch.bfloat16, torch.float16}:
+        return f"queries in {q_BHD.dtype}: bfloat16 and float16 are served"
+    if unit % _ATOM or unit & (unit - 1):
+        return f"units of {unit} tokens: powers of two from {_ATOM} on are served"
+    if not (_is_boxable(k_cache.transpose(2, 3)) and _is_boxable(v_cache)):
+        return "dimensions that lie apart, or tokens not at multiples of 16 bytes"
+    return None
+
+
+def _is_boxable(cache: Tensor) -> bool:
+    """Whether TMA can copy boxes of a float8 cache [num_blocks, Hkv, block_size, D]."""
+    *strides, dims = cache.stride()
+    return dims == 1 and not any(x % 16 for x in strides) and cache.data_ptr() % 16 == 0
+
+
+PROGRAMS = 1056
+"""Of a grid, about: eight a multiprocessor of an H200. One without work costs a nanosecond."""
+
+
+def programs_a_row(max_splits: int, rows: int) -> int:
+    """Return how many programs share the splits of a row and KV head, of so many of them.
+
+    Taking splits in turn costs nothing here: the next split's keys are asked for while values of
+    the last are summed.
+    """
+    return min(max_splits, -(-PROGRAMS // rows))
 
 
 def decode(
@@ -571,24 +703,29 @@ def decode(
     scale: float,
     shape: HopperDecodeShape,
     scratch: DecodeScratch,
+    kv_scales: KVScales = UNSCALED,
 ) -> None:
     """Write attention of one row a sequence into `out_BHD`, on a Hopper GPU.
 
     Args:
         q_BHD: [B, Hq, D], contiguous; float16 or bfloat16, D 64 or 128.
-        k_cache: [num_blocks, Hkv, D, block_size], dimensions side by side; q's dtype.
-        v_cache: [num_blocks, Hkv, block_size, D], dimensions side by side; q's dtype.
+        k_cache: [num_blocks, Hkv, D, block_size], dimensions side by side; q's dtype or, of 128
+            dimensions, float8.
+        v_cache: [num_blocks, Hkv, block_size, D], dimensions side by side; k_cache's dtype.
         out_BHD: As q.
         kv_lens: int32 [B]; 0 marks a padded row, whose output is zeros.
         block_tables: int32 [B, W], contiguous rows.
         scale: Of the scores; positive.
         shape: Tile, ring and split.
         scratch: For at least B rows and the longest of `kv_lens`.
+        kv_scales: Of a float8 cache.
 
     Raises:
         EngineError: The kernel does not serve these tensors.
     """
     reason = serves(q_BHD, k_cache, v_cache)
+    if reason is None and kv_scales != UNSCALED and k_cache.dtype != FLOAT8:
+        reason = f"scales of a cache in {k_cache.dtype}: only float8 has them"
     if reason is not None:
         raise EngineError(f"Hopper's decode kernel: {reason}")
     num_rows, num_heads, head_dim = q_BHD.shape
@@ -610,7 +747,8 @@ def decode(
         block_tables,
         block_tables.stride(0),
         scratch.max_splits,
-        scale * LOG2_E,
+        scale * kv_scales.k * LOG2_E,
+        kv_scales.v,
         NUM_HEADS=num_heads,
         GROUP=group,
         UNIT=unit,
@@ -620,23 +758,24 @@ def decode(
         REGISTERS=shape.producer_registers,
         IN_TURN=sharers < scratch.max_splits,
         num_warps=4,
-        maxnreg=REGISTERS,
+        maxnreg=shape.registers,
         **launch_options(),
     )  # fmt: skip
 
 
 def _boxes(cache: Tensor) -> TensorDescriptor:
-    """Return the descriptor of a cache [num_blocks, Hkv, block_size, D] by 64 dimensions a piece.
+    """Return the descriptor of a cache [num_blocks, Hkv, block_size, D] by 128 bytes a piece.
 
     So a box of 8 tokens and all dimensions is one copy: half as many as by pieces.
     """
     units, heads, tokens, head_dim = cache.shape
     unit_step, head_step, token_step, _ = cache.stride()
-    halves = head_dim // _COLUMNS
+    columns = _COLUMNS * 2 // cache.element_size()
+    pieces = head_dim // columns
     return TensorDescriptor(
         cache,
-        [units, heads, halves, tokens, _COLUMNS],
-        [unit_step, head_step, _COLUMNS, token_step, 1],
-        [1, 1, halves, _ATOM, _COLUMNS],
-        box_layout(),
+        [units, heads, pieces, tokens, columns],
+        [unit_step, head_step, columns, token_step, 1],
+        [1, 1, pieces, _ATOM, columns],
+        box_layout(is_float8=cache.dtype == FLOAT8),
     )
