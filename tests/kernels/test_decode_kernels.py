@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +30,9 @@ from tailrace.kernels.paged_attention.decode_kernels import (
     why_not_hopper,
 )
 from tailrace.kernels.paged_attention.triton_decode import DecodeScratch
-from tailrace.kernels.plan_questions import DECODE, Heads, questions
+from tailrace.kernels.plan import Key, Plan, choose
+from tailrace.kernels.plan_questions import ANY_LENGTH, DECODE, Heads, over, questions
+from tailrace.kernels.plan_winners import apply
 from tailrace.kernels.triton_kernels import TritonKernels
 from tests.kernels.gluon_interpreter import Interpreter
 
@@ -38,6 +41,7 @@ SERVED = {
     "kv_dtype": torch.float16, "head_dim": 128, "unit": 8,
 }  # fmt: skip
 TRITON = decode_candidates(128, (9, 0))
+KEY = Key(gpu="g", model="m", dtype="float16", tailrace="1", torch="2", triton="3")
 HALF = {"head_dim": 128, "kv_dtype": torch.float16, "unit": 8}
 
 
@@ -105,6 +109,26 @@ def test_a_plan_is_asked_about_shapes_of_the_kernel_that_serves(on_hopper, group
     shapes = hopper_shapes(is_float8=False) if group <= MOST_GROUP else TRITON
     assert list(asked.candidates) == [shape.words for shape in shapes]
     assert asked.default == shapes[0].words
+
+
+@pytest.mark.parametrize("is_float8", [False, True], ids=["half", "float8"])
+def test_a_plan_made_without_hoppers_kernel_does_not_undo_that_it_is_asked_for(
+    on_hopper, is_float8
+):
+    kv_dtype = FLOAT8 if is_float8 else torch.float16
+    tables = decode_candidates(128, (9, 0), is_float8=is_float8)
+    usual, ring, *_ = hopper_shapes(is_float8=is_float8)
+    for winner, asked, serves in (
+        (tables[1], True, usual),
+        (ring, True, ring),
+        (tables[1], False, tables[1]),
+    ):
+        kernels = kernels_over(kv_dtype, asked=asked)
+        over_it = over(DECODE, kv_dtype)
+        choice = choose(over_it, ANY_LENGTH, winner.words, {winner.words: 1.0}, {})
+        plan = Plan(KEY, (choice,))
+        apply(plan, kernels, 128, Path("plan.json"), kv_dtype=kv_dtype, unit=8)
+        assert kernels.decode_shape(128, 7) == serves
 
 
 def attended(shape, **known):

@@ -14,6 +14,7 @@ from tailrace.errors import ConfigError
 from tailrace.kernels.attention_shapes import BOUNDS, key_words
 from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.linear.ways import class_words, words_of
+from tailrace.kernels.paged_attention.decode_kernels import is_hopper as is_hopper_decode
 from tailrace.kernels.paged_attention.prefill_kernels import name_of
 from tailrace.kernels.plan import Choice, Plan, choose
 from tailrace.kernels.plan_questions import (
@@ -84,7 +85,8 @@ def apply(
     """Let the plan's winners serve.
 
     Where one kernel alone may serve prompts (`TritonKernels.serve_prompts_by`), the best of its
-    shapes does, by the same times.
+    shapes does, by the same times. Where Hopper's is asked for decodes' attention, a plan that was
+    measured without it does not undo that.
 
     Args:
         plan: Of this machine and model.
@@ -113,7 +115,8 @@ def apply(
         _winner(plan, *question, list(shapes), file)
         shape = _allowed_winner(plan.choice(*question), kernels, shapes, file)
         rows.append((bound, shape or usual(bound - 1)))
-    decodes = {shape.words: shape for shape in kernels.decode_shapes(head_dim, kv_dtype, unit)}
+    usual_decode, *_ = all_decodes = kernels.decode_shapes(head_dim, kv_dtype, unit)
+    decodes = {shape.words: shape for shape in all_decodes}
     decode_name = _winner(plan, over(DECODE, kv_dtype, unit), ANY_LENGTH, list(decodes), file)
     served = []
     for layer in kernels.planned_layers:
@@ -123,7 +126,9 @@ def apply(
                 name = _winner(plan, words_of(layer), words, options, file)
                 served.append((ways, most_rows, name))
     kernels.prefill_rows = tuple(rows)
-    kernels.decode_row = None if decode_name is None else decodes[decode_name]
+    decode = usual_decode if decode_name is None else decodes[decode_name]
+    is_allowed = is_hopper_decode(decode) == is_hopper_decode(usual_decode)
+    kernels.decode_row = decode if is_allowed and decode_name is not None else None
     for ways, most_rows, name in served:
         if name is not None:
             ways.serve(most_rows, name)
