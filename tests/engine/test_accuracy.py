@@ -249,6 +249,8 @@ def test_on_a_gpu_too_with_every_row_rounded(tmp_path, monkeypatch):
     assert report.numerics.weights == "rounded to FP8"
     with pytest.raises(ConfigError, match="has rounded the checkpoint's 4 bits to FP8"):
         check_accuracy(replace(asked, prefill_weights="fp8"), TEXT, positions=80)
+    with pytest.raises(ConfigError, match="--decode-kernels hopper: .* dimensions a head"):
+        check_accuracy(replace(asked, decode_kernels="hopper"), TEXT, positions=80)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tailrace.config import EngineConfig
-from tailrace.engine.cuda_setup import check_decode_kernels
+from tailrace.engine.cuda_setup import attend_as_asked
 from tailrace.errors import ConfigError, EngineError
 from tests.kernels.compare import assert_close
 from tests.kernels.paged import NAN, Paged, make_batch
@@ -23,7 +23,7 @@ from tailrace.kernels.kv_scales import KVScales
 from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.paged_attention import prefill_kernels, triton_hopper_decode
 from tailrace.kernels.paged_attention.decode_kernels import (
-    MOST_GROUP,
+    TIMED_GROUP,
     decode,
     hopper_shapes,
     is_hopper,
@@ -81,11 +81,11 @@ def kernels_over(kv_dtype=torch.float16, head_dim=128, *, asked=True):
 def test_it_serves_where_it_was_timed_and_a_plan_may_choose_its_ring(on_hopper):
     kernels = kernels_over()
     usual, *others = hopper_shapes(is_float8=False)
-    assert kernels.decode_shape(128, MOST_GROUP) == usual
-    assert kernels.decode_shape(128, MOST_GROUP + 1) == TRITON[0]
+    assert kernels.decode_shape(128, TIMED_GROUP) == usual
+    assert kernels.decode_shape(128, TIMED_GROUP + 1) == TRITON[0]
     kernels.decode_row = others[0]
     assert kernels.decode_shape(128, 7) == others[0]
-    assert kernels.decode_shape(128, MOST_GROUP + 1) == TRITON[0]
+    assert kernels.decode_shape(128, TIMED_GROUP + 1) == TRITON[0]
     assert kernels_over(FLOAT8).decode_shape(128) == hopper_shapes(is_float8=True)[0]
     assert not is_hopper(kernels_over(head_dim=64).decode_shape(64))
     assert not is_hopper(kernels_over(asked=False).decode_shape(128))
@@ -101,12 +101,12 @@ def test_both_kernels_cut_sequences_at_the_same_tokens(on_hopper, kv_dtype):
     assert len({shape.tile for shape in hopper_shapes(is_float8=kv_dtype == FLOAT8)}) == 1
 
 
-@pytest.mark.parametrize("group", [7, MOST_GROUP + 1])
+@pytest.mark.parametrize("group", [7, TIMED_GROUP + 1])
 def test_a_plan_is_asked_about_shapes_of_the_kernel_that_serves(on_hopper, group):
     kernels = kernels_over()
     found = questions(kernels, Heads(group, 1, 128), longest=40, kv_dtypes=(torch.float16,), unit=8)
     asked = next(question for question in found if question.operation == DECODE)
-    shapes = hopper_shapes(is_float8=False) if group <= MOST_GROUP else TRITON
+    shapes = hopper_shapes(is_float8=False) if group <= TIMED_GROUP else TRITON
     assert list(asked.candidates) == [shape.words for shape in shapes]
     assert asked.default == shapes[0].words
 
@@ -164,13 +164,13 @@ def test_what_is_asked_for_and_cannot_serve_is_an_error_that_says_why(on_hopper)
     heads = SimpleNamespace(num_heads=28, num_kv_heads=4, head_dim=128)
     model = SimpleNamespace(config=heads)
     asked = replace(EngineConfig(), gpus=(0,), decode_kernels="hopper")
-    check_decode_kernels(asked, kernels_over(), model, torch.float16)
+    attend_as_asked(asked, kernels_over(), model, torch.float16)
     not_asked = kernels_over(asked=False)
-    check_decode_kernels(replace(asked, decode_kernels="auto"), not_asked, model, torch.float16)
+    attend_as_asked(replace(asked, decode_kernels="auto"), not_asked, model, torch.float16)
     for known, reason in (
         ({"head_dim": 64}, "64 dimensions a head, and the kernel was timed at 128"),
         ({"num_heads": 64}, "16 query heads share one of KV, and the kernel was timed up to 8"),
     ):
         other = SimpleNamespace(config=SimpleNamespace(**vars(heads) | known))
         with pytest.raises(ConfigError, match=f"--decode-kernels hopper: .*{reason}; leave it out"):
-            check_decode_kernels(asked, kernels_over(), other, torch.float16)
+            attend_as_asked(asked, kernels_over(), other, torch.float16)

@@ -488,6 +488,7 @@ def _load_on_gpu(
     # Triton is imported with these: a CPU build of torch has none.
     from tailrace.engine import device_kv  # noqa: PLC0415
     from tailrace.engine.cuda_setup import (  # noqa: PLC0415
+        attend_as_asked,
         check_fp8_activations,
         kv_dtype_of,
         load_device,
@@ -507,12 +508,7 @@ def _load_on_gpu(
     served = load_model(folder, dtype=dtype, kernels=kernels, quant_type=config.quant_type)
     check_fp8_activations(config, served)
     kv_dtype = kv_dtype_of(config, kernels)
-    kernels.serve_prompts_by(
-        config.prefill_attention,
-        head_dim=served.config.head_dim,
-        kv_dtype=kv_dtype,
-        unit=config.kv_unit_tokens,
-    )
+    attend_as_asked(config, kernels, served, kv_dtype)
     if config.prefill_weights != "auto":
         choice = choose(config.prefill_weights, kernels, served, Known())
         if choice.format is not None:

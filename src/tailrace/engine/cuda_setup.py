@@ -167,19 +167,21 @@ def check_fp8_activations(config: EngineConfig, model: CausalLM) -> None:
         )
 
 
-def check_decode_kernels(
+def attend_as_asked(
     config: EngineConfig, kernels: TritonKernels, model: CausalLM, kv_dtype: torch.dtype
 ) -> None:
-    """Refuse --decode-kernels hopper where those do not serve.
+    """Let the kernels that are asked for compute attention over a cache.
 
     Raises:
-        ConfigError: They do not; it says why.
+        ConfigError: --prefill-attention or --decode-kernels asks for one that cannot; it says why.
     """
+    heads, unit = model.config, config.kv_unit_tokens
+    kernels.serve_prompts_by(
+        config.prefill_attention, head_dim=heads.head_dim, kv_dtype=kv_dtype, unit=unit
+    )
     if config.decode_kernels == "auto":
         return
-    heads = model.config
     group = heads.num_heads // heads.num_kv_heads
-    unit = config.kv_unit_tokens
     reason = kernels.why_no_hopper_decodes(heads.head_dim, kv_dtype, unit, group)
     if reason is not None:
         raise ConfigError(f"--decode-kernels hopper: {reason}; leave it out")
@@ -193,13 +195,7 @@ def measure_plan(config: EngineConfig, folder: Path, out: Path | None) -> tuple[
         ModelError: The checkpoint cannot be served.
     """
     kernels, model = load_weights(config, folder)
-    kernels.serve_prompts_by(
-        config.prefill_attention,
-        head_dim=model.config.head_dim,
-        kv_dtype=kernels.dtype,
-        unit=config.kv_unit_tokens,
-    )
-    check_decode_kernels(config, kernels, model, kernels.dtype)
+    attend_as_asked(config, kernels, model, kernels.dtype)
     prefill = copy_for_prompts(config, folder, kernels, model)
     longest = config.context_length or model.config.max_position
     timer = device_timer(kernels.device)
@@ -262,13 +258,7 @@ def _load_runner(
     """Do what is left of `load_runner` once the weights are there."""
     context = _context_of(config, loaded)
     kv_dtype = kv_dtype_of(config, kernels)
-    kernels.serve_prompts_by(
-        config.prefill_attention,
-        head_dim=loaded.config.head_dim,
-        kv_dtype=kv_dtype,
-        unit=config.kv_unit_tokens,
-    )
-    check_decode_kernels(config, kernels, loaded, kv_dtype)
+    attend_as_asked(config, kernels, loaded, kv_dtype)
     # Before anything is multiplied: layers that are made later find no scratch.
     shared = _share_memory(
         config,

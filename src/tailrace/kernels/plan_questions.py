@@ -33,7 +33,7 @@ from tailrace.kernels.attention_shapes import (
 )
 from tailrace.kernels.linear.float8 import FLOAT8
 from tailrace.kernels.linear.ways import class_words, words_of
-from tailrace.kernels.paged_attention.decode_kernels import MOST_GROUP, decode
+from tailrace.kernels.paged_attention.decode_kernels import TIMED_GROUP, decode
 from tailrace.kernels.paged_attention.decode_kernels import is_hopper as is_hopper_decode
 from tailrace.kernels.paged_attention.device_batch import cut_tiles
 from tailrace.kernels.paged_attention.prefill_kernels import (
@@ -174,7 +174,7 @@ def _decode_shapes(
 ) -> tuple[AnyDecodeShape, ...]:
     """Return the usual shape and others of its kernel: another one's bits differ."""
     shapes = kernels.decode_shapes(heads.dim, kv_dtype, unit)
-    by_hopper = is_hopper_decode(shapes[0]) and heads.query // heads.kv <= MOST_GROUP
+    by_hopper = is_hopper_decode(shapes[0]) and heads.query // heads.kv <= TIMED_GROUP
     return tuple(shape for shape in shapes if is_hopper_decode(shape) == by_hopper)
 
 

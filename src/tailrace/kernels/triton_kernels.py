@@ -35,7 +35,7 @@ from tailrace.kernels.linear.triton_skinny import SkinnyLinear, SkinnyScratch
 from tailrace.kernels.linear.weight import plain
 from tailrace.kernels.linear.workspace import Workspace
 from tailrace.kernels.paged_attention import decode_kernels
-from tailrace.kernels.paged_attention.decode_kernels import MOST_GROUP, decode
+from tailrace.kernels.paged_attention.decode_kernels import TIMED_GROUP, decode
 from tailrace.kernels.paged_attention.device_batch import DeviceBatch, plan
 from tailrace.kernels.paged_attention.prefill_kernels import (
     FASTER_HEAD_DIMS,
@@ -255,9 +255,9 @@ class TritonKernels:
         """
         if not self._hopper_decodes:
             return "it was not asked for"
-        if group > MOST_GROUP:
+        if group > TIMED_GROUP:
             return (
-                f"{group} query heads share one of KV, and the kernel was timed up to {MOST_GROUP}"
+                f"{group} query heads share one of KV, and the kernel was timed up to {TIMED_GROUP}"
             )
         return decode_kernels.why_not_hopper(
             device=self.device,
@@ -279,7 +279,7 @@ class TritonKernels:
             ConfigError: No kernel serves the head dimension or the GPU.
         """
         shape = self.decode_row or self._usual_decode
-        if shape is None or (decode_kernels.is_hopper(shape) and group > MOST_GROUP):
+        if shape is None or (decode_kernels.is_hopper(shape) and group > TIMED_GROUP):
             return decode_shape(head_dim, self.capability, is_float8=self._kv_is_float8)
         return shape
 

@@ -1,7 +1,7 @@
 """Which kernel computes decodes' attention: a shape is one kernel's, and is called by it here.
 
     Triton's    `triton_decode`: whatever is served
-    Hopper's    `triton_hopper_decode`: what `why_not_hopper` does not name, for up to `MOST_GROUP`
+    Hopper's    `triton_hopper_decode`: what `why_not_hopper` does not name, for up to `TIMED_GROUP`
                 query heads a KV head
 
 Both cut sequences at the same tokens. They add in another order within, so a token's last bits are
@@ -25,11 +25,9 @@ if TYPE_CHECKING:
 
     AnyDecodeShape: TypeAlias = DecodeShape | HopperDecodeShape
 
-MOST_GROUP = 8
+TIMED_GROUP = 8
 """Query heads of a KV head that Hopper's kernel serves: of up to 16 it is right, and was not timed
 beyond 8."""
-_ATOM = 8
-"""Tokens of the least unit of Hopper's kernel."""
 _FASTER_HEAD_DIMS = (128,)
 """Those where it was timed beside Triton's (benchmarks/gpu_decode.py)."""
 
@@ -55,18 +53,16 @@ def why_not_hopper(
     """
     if head_dim not in _FASTER_HEAD_DIMS:
         return f"the model has {head_dim} dimensions a head, and the kernel was timed at 128"
-    if reason := prefill_kernels.why_not_hopper(
+    reason = prefill_kernels.why_not_hopper(
         device=device,
         capability=capability,
         dtype=dtype,
         kv_dtype=kv_dtype,
         head_dim=head_dim,
         unit=unit,
-    ):
-        return reason
-    if unit < _ATOM or unit & (unit - 1):  # a float8 cache of others is widened for prompts
-        return f"units of KV hold {unit} tokens, and the kernel reads powers of two from 8 on"
-    return None
+    )
+    # Of a float8 cache, too: for prompts it is widened, into units of another size.
+    return reason or prefill_kernels.why_no_boxes(unit)
 
 
 def hopper_shapes(*, is_float8: bool) -> tuple[HopperDecodeShape, ...]:

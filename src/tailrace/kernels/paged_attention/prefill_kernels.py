@@ -77,7 +77,12 @@ def why_not_hopper(
         return f"activations are {_name(dtype)}, and the kernel serves bfloat16 and float16"
     if kv_dtype not in (dtype, FLOAT8):
         return f"KV is kept in {_name(kv_dtype)}, and the kernel reads {_name(dtype)} and float8"
-    if kv_dtype == dtype and (unit < _ATOM or unit & (unit - 1)):
+    return why_no_boxes(unit) if kv_dtype == dtype else None
+
+
+def why_no_boxes(unit: int) -> str | None:
+    """Say why no boxes can be cut of units of so many tokens, or None where they can."""
+    if unit < _ATOM or unit & (unit - 1):
         return f"units of KV hold {unit} tokens, and the kernel reads powers of two from 8 on"
     return None
 
