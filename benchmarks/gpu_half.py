@@ -23,12 +23,9 @@ of weights, rows and results at 4.19 TB/s, the copy rate of an H200.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
-import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks import hopper_layers
@@ -38,9 +35,11 @@ from benchmarks.hopper_layers import (
     DEPTH,
     Kind,
     check_all,
+    command_line,
     differences,
     fastest_of,
     graph_s,
+    has_answered,
     kind_of,
     run_apart,
 )
@@ -324,25 +323,9 @@ def print_served(found: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
-    parser.add_argument("--only-check", action="store_true")
-    parser.add_argument("--check", help=argparse.SUPPRESS)
-    parser.add_argument("--time", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.check or arguments.time:
-        import torch
-
-        with torch.inference_mode():
-            if arguments.check:
-                torch.use_deterministic_algorithms(True)  # fresh memory is NaN while this is on
-                print(json.dumps(check(*json.loads(arguments.check))))
-                return
-            kinds = [tuple(kind) for kind in json.loads(arguments.time)]
-            for found in time_all(kinds):
-                print(json.dumps(found), flush=True)
+    arguments = command_line(__doc__.splitlines()[0]).parse_args()
+    if has_answered(arguments, check, time_all):
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # of the processes
     begun = time.monotonic()
     kinds = all_kinds()
     right = check_all(__file__, kinds)

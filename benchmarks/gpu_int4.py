@@ -23,13 +23,10 @@ The floor is the bytes of codes, scales, rows and results at 4.19 TB/s, the copy
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
-import os
 import time
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.hopper_layers import (
@@ -40,9 +37,11 @@ from benchmarks.hopper_layers import (
     ROWS,
     Kind,
     check_all,
+    command_line,
     differences,
     fastest_of,
     graph_s,
+    has_answered,
     kind_of,
     run_apart,
 )
@@ -340,28 +339,20 @@ def print_served(found: list[dict]) -> None:
         print(f"  {name:<8} {json.dumps(best)}\n  {'now':>8} {json.dumps(now)}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
-    parser.add_argument("--only-check", action="store_true")
-    parser.add_argument("--only-new", action="store_true", help="bands and slices alone")
-    parser.add_argument("--check", help=argparse.SUPPRESS)
-    parser.add_argument("--time", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.check or arguments.time:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        import torch
+def time_layers(kinds: list[Kind]) -> Iterator[list[dict]]:
+    """Time all layers, one after the other."""
+    import torch
 
-        with torch.inference_mode():
-            if arguments.check:
-                torch.use_deterministic_algorithms(True)  # fresh memory is NaN while this is on
-                print(json.dumps(check(*json.loads(arguments.check))))
-                return
-            kinds = [tuple(kind) for kind in json.loads(arguments.time)]
-            for name in LAYERS:
-                for found in time_layer(name, kinds):
-                    print(json.dumps(found), flush=True)
-                torch.cuda.empty_cache()
+    for name in LAYERS:
+        yield from time_layer(name, kinds)
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = command_line(__doc__.splitlines()[0])
+    parser.add_argument("--only-new", action="store_true", help="bands and slices alone")
+    arguments = parser.parse_args()
+    if has_answered(arguments, check, time_layers):
         return
     begun = time.monotonic()
     kinds = all_kinds()

@@ -6,18 +6,21 @@ kind of candidate is compared in a process of its own, which is ended when it do
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import torch
 
@@ -47,6 +50,43 @@ def kind_of(rows: int, shape: object) -> Kind:
     if getattr(shape, "least_span", 0):
         shape = dataclasses.replace(shape, least_span=0)
     return rows, shape.words
+
+
+def command_line(words: str) -> argparse.ArgumentParser:
+    """Return what such a benchmark is asked by; `--check` and `--time` are for its processes."""
+    parser = argparse.ArgumentParser(description=words)
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
+    parser.add_argument("--only-check", action="store_true")
+    parser.add_argument("--check", help=argparse.SUPPRESS)
+    parser.add_argument("--time", help=argparse.SUPPRESS)
+    return parser
+
+
+def has_answered(
+    arguments: argparse.Namespace,
+    check: Callable[[int, str], list[str]],
+    times: Callable[[list[Kind]], Iterable[list[dict]]],
+) -> bool:
+    """Answer as one of the benchmark's processes, a line of JSON each, where that is asked.
+
+    Args:
+        arguments: Of `command_line`.
+        check: Returns what is wrong with a kind.
+        times: Times kinds.
+    """
+    if not (arguments.check or arguments.time):
+        return False
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    import torch
+
+    with torch.inference_mode():
+        if arguments.check:
+            torch.use_deterministic_algorithms(True)  # fresh memory is NaN while this is on
+            print(json.dumps(check(*json.loads(arguments.check))))
+            return True
+        for found in times([tuple(kind) for kind in json.loads(arguments.time)]):
+            print(json.dumps(found), flush=True)
+    return True
 
 
 def run_apart(file: str, arguments: list[str], seconds: float) -> tuple[list, str]:
