@@ -14,6 +14,7 @@ import torch
 
 from tailrace.errors import EngineError
 from tailrace.kernels.dependent_launch import dependent_launches
+from tailrace.kernels.kv_scales import UNSCALED
 from tailrace.kernels.paged_attention import triton_decode
 from tailrace.kernels.paged_attention.reference import paged_attention
 from tests.kernels.paged import NAN, Paged, make_batch
@@ -38,6 +39,31 @@ WRITTEN_BEFORE = frozenset(
 LENGTHS = (0, 1, 63, 64, 65, 511, 512, 513, 1500)
 ROOM = 2048
 BOUND = {torch.bfloat16: 0.004, torch.float16: 0.0005}
+
+
+def decoded(
+    q, caches, kv_lens, tables, scale, *, shape=hopper.USUAL, room=ROOM, kv_scales=UNSCALED
+):
+    """Return the kernel's result [B, Hq, D] for these rows; nothing beyond them is written."""
+    scratch = triton_decode.DecodeScratch.allocate(*q.shape, room, shape.split, str(q.device))
+    scratch.parts.fill_(NAN)
+    scratch.lses.fill_(NAN)
+    out = torch.full((len(q) + 2, *q.shape[1:]), NAN, dtype=q.dtype, device=q.device)
+    hopper.decode(
+        q,
+        caches[0].to(q.device).permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1),
+        caches[1].to(q.device).permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3),
+        out[1:-1],
+        kv_lens=kv_lens.to(q.device),
+        block_tables=tables.to(q.device),
+        scale=scale,
+        shape=shape,
+        scratch=scratch,
+        kv_scales=kv_scales,
+    )
+    assert bool(out[[0, -1]].isnan().all()), "rows beyond the result are written"
+    assert not bool(scratch.arrivals.any()), "the next launch finds arrivals"
+    return out[1:-1].cpu()
 
 
 def attended(
@@ -66,26 +92,9 @@ def attended(
     caches = [cache.to(dtype) for cache in (paged.k_cache, paged.v_cache)]
     found = paged_attention(q[live].double(), *(x.double() for x in caches), batch, paged.scale)
     truth[live] = found.view(len(live), *q.shape[1:])
-    scratch = triton_decode.DecodeScratch.allocate(
-        len(q), heads[0], head_dim, room, shape.split, device
+    result = decoded(
+        q.to(device), caches, whole.kv_lens, whole.block_tables, paged.scale, shape=shape, room=room
     )
-    scratch.parts.fill_(NAN)
-    scratch.lses.fill_(NAN)
-    out = torch.full((len(q) + 2, *q.shape[1:]), NAN, dtype=dtype, device=device)
-    hopper.decode(
-        q.to(device),
-        caches[0].to(device).permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1),
-        caches[1].to(device).permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3),
-        out[1:-1],
-        kv_lens=whole.kv_lens.to(device),
-        block_tables=whole.block_tables.to(device),
-        scale=paged.scale,
-        shape=shape,
-        scratch=scratch,
-    )
-    assert bool(out[[0, -1]].isnan().all()), "rows beyond the result are written"
-    assert not bool(scratch.arrivals.any()), "the next launch finds arrivals"
-    result = out[1:-1].cpu()
     error = (result.double() - truth).norm() / truth.norm()
     return result, float(error)
 
@@ -288,19 +297,11 @@ def test_a_row_has_the_same_bits_alone_and_with_room_to_grow(monkeypatch):
     torch.manual_seed(6)
     # Drawn first of all, so that they are the same.
     paged = Paged(kv_lens=[601, 40, 1030], num_heads=7, num_kv_heads=1, head_dim=128, block_size=8)
-    scratch = triton_decode.DecodeScratch.allocate(1, 7, 128, 4 * ROOM, 512, "cpu")
-    alone = torch.full((1, 7, 128), NAN, dtype=torch.bfloat16)
-    hopper.decode(
-        paged.queries[0][-1:].bfloat16(),
-        paged.k_cache.bfloat16().permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1),
-        paged.v_cache.bfloat16().permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3),
-        alone,
-        kv_lens=torch.tensor([601], dtype=torch.int32),
-        block_tables=torch.tensor([paged.tables[0]], dtype=torch.int32),
-        scale=128**-0.5,
-        shape=hopper.USUAL,
-        scratch=scratch,
-    )
+    alone = decoded(
+        paged.queries[0][-1:].bfloat16(), (paged.k_cache.bfloat16(), paged.v_cache.bfloat16()),
+        torch.tensor([601], dtype=torch.int32), torch.tensor([paged.tables[0]], dtype=torch.int32),
+        128**-0.5, room=4 * ROOM,
+    )  # fmt: skip
     assert torch.equal(alone[0], company[0])
 
 

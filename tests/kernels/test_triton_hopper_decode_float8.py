@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from tests.kernels.test_triton_hopper_decode import (
     interpret,
     shared_memory,
 )
+from tests.kernels.test_triton_hopper_decode import decoded as decoded_by
 
 tiles = pytest.importorskip(
     "tailrace.kernels.paged_attention.triton_hopper_float8_kv",
@@ -51,29 +53,7 @@ def paged(lens, *, heads=(7, 1), unit=8):
     return case, held
 
 
-def decoded(q, held, kv_lens, tables, scale, *, shape=USUAL, room=ROOM, scales=SCALES):
-    """Return the kernel's result [B, Hq, 128] for these rows; nothing beyond them is written."""
-    scratch = triton_decode.DecodeScratch.allocate(
-        len(q), q.shape[1], 128, room, shape.split, str(q.device)
-    )
-    scratch.parts.fill_(NAN)
-    scratch.lses.fill_(NAN)
-    out = torch.full((len(q) + 2, *q.shape[1:]), NAN, dtype=q.dtype, device=q.device)
-    hopper.decode(
-        q,
-        held[0].to(q.device).permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1),
-        held[1].to(q.device).permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3),
-        out[1:-1],
-        kv_lens=kv_lens.to(q.device),
-        block_tables=tables.to(q.device),
-        scale=scale,
-        shape=shape,
-        scratch=scratch,
-        kv_scales=scales,
-    )
-    assert bool(out[[0, -1]].isnan().all()), "rows beyond the result are written"
-    assert not bool(scratch.arrivals.any()), "the next launch finds arrivals"
-    return out[1:-1].cpu()
+decoded = partial(decoded_by, shape=USUAL, kv_scales=SCALES)
 
 
 def attended(
@@ -322,7 +302,7 @@ def test_weights_below_what_float16_holds_of_one_still_count(monkeypatch):
     q = torch.zeros(1, 1, 128, dtype=torch.float16)
     q[0, 0, 0] = 27 / math.log2(math.e)
     unit = KVScales(1.0, 1.0)
-    out = decoded(q, held, torch.tensor([60], dtype=torch.int32), table, 1.0, scales=unit)
+    out = decoded(q, held, torch.tensor([60], dtype=torch.int32), table, 1.0, kv_scales=unit)
     weight = math.exp(-float(q[0, 0, 0]))
     expected = 59 * 448 * weight / (1 + 59 * weight)
     torch.testing.assert_close(out[0, 0].double(), torch.full((128,), expected).double(),
