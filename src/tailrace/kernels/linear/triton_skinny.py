@@ -45,7 +45,7 @@ MOST_ROWS, MOST_SPLIT_ROWS = 32, 16
 benchmarks/gpu_skinny.py."""
 
 ROW_CLASSES = (MOST_SPLIT_ROWS, MOST_ROWS)
-"""Most rows of each class that a plan chooses a kernel for; on Hopper there are more."""
+"""Most rows of each class that a plan chooses a kernel for; with Hopper's own there are more."""
 
 _MOST_TILES = 128
 """A layer of fewer tiles leaves multiprocessors idle, so its inputs are split."""
