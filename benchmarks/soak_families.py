@@ -5,6 +5,9 @@
     half, float8, int4       Hopper's products of few rows by weights of that kind
     mixed                    steps: attention of decodes, mostly beside that of prompts on a stream
                              of higher priority, then FP8 products and the head
+    beside, in-a-row         such steps' attention alone, on two streams and on one
+    triton                   the same as beside by Triton's kernels
+    gemm, sdpa               nothing of ours: cuBLAS and PyTorch's attention, to compare with
 
 A family is a function of a device; it makes what its launches share, weights and scratch, and
 returns a function that makes a job of a random number generator. Shapes are those that serve, or
@@ -15,6 +18,7 @@ the mixed step's in Triton's, at tiny sizes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +28,7 @@ from benchmarks.gpu_attention import DIM, HEADS, KV_HEADS, SCALE, Case
 from benchmarks.gpu_float8 import rows_amid_nan
 from benchmarks.gpu_half import amid_nan, workspace_of
 from benchmarks.hopper_layers import LAYERS
+from torch.nn.functional import scaled_dot_product_attention
 
 from tailrace.kernels.linear import hopper_float8_ways, hopper_half_ways, hopper_int4_ways
 from tailrace.kernels.linear.float8 import quantize_blocks, quantize_channels
@@ -376,6 +381,79 @@ def mixed(device: torch.device, *, any_shape: bool) -> Maker:  # noqa: ARG001 - 
     return make
 
 
+def attention(
+    device: torch.device, *, any_shape: bool, by: str = "hopper", two_streams: bool = True
+) -> Maker:  # fmt: skip
+    """Steps' attention: decodes, and mostly prompts."""
+    del any_shape  # the server's own
+    sizes, dtype = Sizes.of(device), dtype_on(device)
+    kernels = TritonKernels(
+        device, str(dtype).removeprefix("torch."), hopper_decodes=by == "hopper"
+    )
+    kernels.serve_prompts_by(
+        "auto" if by == "hopper" else by, head_dim=DIM, kv_dtype=dtype, unit=UNIT
+    )
+    kernels.reserve(
+        rows=sizes.rows, sequences=2 * sizes.rows, num_heads=HEADS, num_kv_heads=KV_HEADS,
+        head_dim=DIM, max_kv_len=sizes.rooms[0],
+    )  # fmt: skip
+    if not two_streams:
+        kernels._beside = None  # noqa: SLF001 - no server asks for it
+
+    def make(rng: Random) -> Job:
+        chunks = prompts(rng, sizes) if rng.random() < 0.8 else []
+        lens = lengths(rng, sizes, rng.randint(1, sizes.rows // 2 if chunks else sizes.rows))
+        last = [(0, 0)] if chunks else []
+        case = made_case([*((1, length) for length in lens), *chunks, *last], device)
+        batch = step_of(rng, case, len(lens), kernels)
+
+        def launch(out: Sequence[Tensor]) -> None:
+            found = kernels.paged_attention(
+                case.q, case.keys.transpose(2, 3), case.values, batch, SCALE
+            )
+            out[0].copy_(found)
+
+        words = f"{cut_words(lens)}, chunks {chunks}, {len(batch.tiles)} tiles"
+        return Job(words, ((len(case.q), HEADS * DIM),), launch, dtype, may_depend=not chunks)
+
+    return make
+
+
+def gemms(device: torch.device, *, any_shape: bool) -> Maker:  # noqa: ARG001 - there are no shapes
+    """Products by cuBLAS."""
+    sizes = Sizes.of(device)
+    weights = [matrix(*layer, device).bfloat16() for layer in sizes.layers]
+
+    def make(rng: Random) -> Job:
+        weight, rows = rng.choice(weights), rng.randint(1, 4 * sizes.chunk)
+        x = matrix(rows, weight.shape[1], device).bfloat16()
+        words = f"{rows} rows by {tuple(weight.shape)}"
+        return Job(
+            words, ((rows, len(weight)),), lambda out: torch.mm(x, weight.T, out=out[0]),
+            may_depend=False,
+        )  # fmt: skip
+
+    return make
+
+
+def sdpa(device: torch.device, *, any_shape: bool) -> Maker:  # noqa: ARG001 - there are no shapes
+    """Attention by PyTorch, causal."""
+    sizes = Sizes.of(device)
+
+    def make(rng: Random) -> Job:
+        rows = rng.randint(1, 2 * sizes.chunk)
+        q, k, v = (
+            torch.randn(1, HEADS, rows, DIM, device=device, dtype=torch.bfloat16) for _ in range(3)
+        )
+
+        def launch(out: Sequence[Tensor]) -> None:
+            out[0].copy_(scaled_dot_product_attention(q, k, v, is_causal=True))
+
+        return Job(f"{rows} rows", (tuple(q.shape),), launch, may_depend=False)
+
+    return make
+
+
 def step_of(rng: Random, case: Case, count: int, kernels: TritonKernels) -> DeviceBatch:
     """Return a step of so many decodes and the case's other chunks."""
     longest = int(case.kv_lens.max())
@@ -397,6 +475,11 @@ FAMILIES: dict[str, Family] = {
     "prefill": prefills,
     "decode-float8": decodes_float8,
     "int4": int4,
+    "beside": attention,
+    "in-a-row": partial(attention, two_streams=False),
+    "triton": partial(attention, by="triton"),
+    "gemm": gemms,
+    "sdpa": sdpa,
 }
 """What is suspected most comes first."""
 

@@ -47,8 +47,9 @@ GRAPHS, MOST_CAPTURED, BATCHES = 4, 12, 60
 PREPARE_S = 120.0
 """Most that anything takes before a batch: start, weights, a job's first launch, compiled."""
 LINE_BYTES = 1 << 14
-MOST_WORDS, MOST_FAULTS, FAULT_WORDS = 6000, 5, 600
-"""Of what a worker does, characters; of faults that are kept, and their characters."""
+MOST_WORDS, MOST_FAULTS, FAULT_WORDS, SHOWN = 6000, 5, 1200, 16
+"""Of what a worker does, characters; faults that are kept, their characters, and of where results
+differ, rows, columns and values."""
 WITH_PARENT, ANY_TRACER = (1, signal.SIGKILL), (0x59616D61, ctypes.c_ulong(-1))
 """Of prctl: to end when the parent does; that a debugger may attach which is no ancestor."""
 NOTHING = {"launches": 0, "batches": 0, "differed": 0, "faults": (), "is_done": False}
@@ -261,9 +262,7 @@ class Worker:
         for out, first in zip(found, truth, strict=True):
             differs = bits(out) != bits(first)
             if bool(differs.any()):
-                places = differs.nonzero()
-                at = f"{len(places)} of {out.numel()} values, the first at {places[0].tolist()}"
-                self.fault(f"{where}: {at} of {job.words}")
+                self.fault(f"{where}: {apart(out, first, differs)} of {job.words}")
 
     def check_arrivals(self, where: str) -> None:
         for job in self.pool:
@@ -280,6 +279,21 @@ class Worker:
         """Wait for the stream that all others join; for the device, no thread could look at it."""
         if self.is_gpu:
             torch.cuda.current_stream().synchronize()
+
+
+def apart(found: torch.Tensor, truth: torch.Tensor, differs: torch.Tensor) -> str:
+    """Say where results differ, and by what: rows, columns, some values."""
+    places = differs.flatten(1).nonzero()
+    rows, columns = (places[:, dim].unique().tolist() for dim in (0, 1))
+    some = [
+        f"{tuple(at)} {found.flatten(1)[*at].item():.4g} for {truth.flatten(1)[*at].item():.4g}"
+        for at in places[:: -(-len(places) // SHOWN)].tolist()
+    ]
+    return (
+        f"{len(places)} of {found.numel()} values, the first at "
+        f"{differs.nonzero()[0].tolist()}, rows {rows[:SHOWN]} of {len(rows)}, columns "
+        f"{columns[:SHOWN]} to {columns[-1]} of {len(columns)}: {'; '.join(some)};"
+    )
 
 
 def progress(found: torch.Tensor, truth: torch.Tensor) -> str:
