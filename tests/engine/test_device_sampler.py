@@ -72,6 +72,17 @@ def test_every_kind_of_row_draws_the_cpus_token_step_after_step():
         assert found.errors == expected.errors == {}
 
 
+def test_steps_that_ask_for_more_and_for_less_by_turns_draw_the_cpus_tokens():
+    """Greedy rows alone, plain ones beside, filters beside these, and back."""
+    samplers = both(len(PARAMS))
+    for slot, params in enumerate(PARAMS):
+        admit(samplers, slot, params)
+    for slots in ([0, 6], [3, 0], [2, 4, 6], [5], [1, 3], [6, 0]):
+        logits = torch.randn(len(slots), VOCAB) * 2
+        expected, found = (s.sample(logits.clone(), slots).token_ids.tolist() for s in samplers)
+        assert found == expected
+
+
 def test_a_slots_new_owner_inherits_nothing():
     samplers = both(1)
     admit(samplers, 0, sampling(temperature=0.0, repetition_penalty=2.0), prompt=[7])

@@ -103,8 +103,9 @@ TYPES = {
 FLOAT8_KV = {**TYPES, **dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv")}
 # Strides of a cache whose tokens lie one after the other; those of 1 are compiled in.
 UNIT_STRIDES = {"stride_kd": 1, "stride_vd": 1}
-WIDE = ("N", "K", "span", "padded_n")
-"""Sizes of matrices, multiples of 16 in every model that is served."""
+WIDE = ("N", "K", "span", "padded_n", "vocab_size", "logits_stride")
+"""Sizes of matrices, multiples of 16 in every model that is served, and vocabularies, which mostly
+are."""
 
 
 @dataclass(frozen=True)
@@ -656,7 +657,11 @@ def sampling_cases() -> Iterator[Case]:
         kernel = getattr(sampling, f"{name}_kernel")
         constants = {key: value for key, value in known.items() if key in kernel.arg_names}
         types = {**TYPES, "positions": "*i64"}
-        yield Case(f"sample_{name}", kernel, constants, warps.get(name, 4), types=types)
+        registers = sampling.WEIGH_REGISTERS if name == "weigh" else None
+        yield Case(
+            f"sample_{name}", kernel, constants, warps.get(name, 4), types=types,
+            registers=registers,
+        )  # fmt: skip
 
 
 def families(cases: list[Case]) -> list[list[Case]]:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
 import math
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -10,7 +12,14 @@ from tailrace.engine import sampler as engine_sampler
 from tailrace.engine.sampler import Sampler
 from tailrace.errors import EngineError
 from tailrace.kernels.sampling import reference
-from tailrace.kernels.sampling.rows import MAX_VOCAB, NOT_FINITE, NOTHING_LEFT, SamplingRows
+from tailrace.kernels.sampling.rows import (
+    EVERYTHING,
+    MAX_VOCAB,
+    NOT_FINITE,
+    NOTHING_LEFT,
+    Asked,
+    SamplingRows,
+)
 from tailrace.types import SamplingParams
 from tests.kernels.compare import assert_close
 
@@ -143,17 +152,26 @@ def draw(request):
         return lambda logits, rows: (reference.sample(logits, rows), rows)
     if not torch.cuda.is_available():
         request.getfixturevalue("interpreter")
-    triton = pytest.importorskip("tailrace.kernels.sampling.triton")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-
-    def draw_by_triton(logits, rows):
-        moved = SamplingRows(**{name: value.to(device) for name, value in vars(rows).items()})
-        scratch = triton.SamplingScratch.allocate(len(logits) + 1, logits.shape[1], device)
-        drawn = triton.sample(logits.to(device), moved, scratch)
-        back = [value.cpu() for value in vars(drawn).values()]
-        return type(drawn)(*back), SamplingRows(**{n: v.cpu() for n, v in vars(moved).items()})
-
+    pytest.importorskip("triton", reason="Triton is not installed")
     return draw_by_triton
+
+
+def draw_by_triton(logits, rows, *, asked=EVERYTHING, scratch=None):
+    triton = import_module("tailrace.kernels.sampling.triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    moved = SamplingRows(**{name: value.to(device) for name, value in vars(rows).items()})
+    scratch = scratch or triton.SamplingScratch.allocate(len(logits) + 1, logits.shape[1], device)
+    drawn = triton.sample(logits.to(device), moved, scratch, asked)
+    back = [value.cpu() for value in vars(drawn).values()]
+    return type(drawn)(*back), SamplingRows(**{n: v.cpu() for n, v in vars(moved).items()})
+
+
+@pytest.fixture
+def sampling_triton(request):
+    """The module, on a GPU or in the interpreter."""
+    if not torch.cuda.is_available():
+        request.getfixturevalue("interpreter")
+    return pytest.importorskip("tailrace.kernels.sampling.triton")
 
 
 def assert_engine_agrees(draw, requests, logits, histories=None, allowed=None):
@@ -347,6 +365,138 @@ def test_a_row_without_a_valid_token_fails_alone(draw):
     expected = case.by_engine(logits)
     assert sorted(expected.errors) == [0, 1, 2, 3, 4, 6]
     assert drawn.token_ids[5] == expected.token_ids[5]
+
+
+MIXED = [
+    params(temperature=0.0, logprobs=0),
+    params(seed=1),
+    params(top_p=0.9, seed=2, logprobs=0),
+    params(temperature=0.0, min_p=0.4, top_k=3, top_p=0.5),
+    params(temperature=0.0, presence_penalty=0.7, repetition_penalty=1.3, logprobs=0),
+    params(top_k=40, top_p=0.8, frequency_penalty=0.4, seed=3),
+    params(temperature=0.0, logit_bias={7: 30.0, 4100: 31.0}),
+    params(min_p=0.2, logit_bias={4499: 9.0}, seed=4, logprobs=0),
+    params(temperature=0.0),
+    params(top_k=7, seed=5),
+]
+"""Greedy rows beside drawn ones, filtered, changed and ranked in turn."""
+PAST = ([1, 2, 3, 2100, 8], [9, 9, 9, 10, 2, 1300])
+
+
+def mixed_case():
+    allowed = {8: {3, 31, 4400}, 9: set(range(0, 4500, 3))}
+    logits = make_logits(len(MIXED), 4500)
+    return logits, Rows(MIXED, 4500, histories=[PAST] * len(MIXED), allowed=allowed)
+
+
+@pytest.mark.parametrize("most", [1, 23, 40])
+def test_however_many_programs_share_a_row_no_bit_changes(sampling_triton, monkeypatch, most):
+    """All five blocks by one program, two or three by each of two, and one or two."""
+    logits, case = mixed_case()
+    expected, _ = draw_by_triton(logits, case.rows())  # each block its own program
+    assert expected.token_ids.tolist() == case.by_engine(logits).token_ids.tolist()
+    monkeypatch.setattr(sampling_triton, "MOST_PROGRAMS", most)
+    assert sampling_triton.programs_a_row(len(MIXED), 5) == {1: 1, 23: 2, 40: 3}[most]
+    found, after = draw_by_triton(logits, case.rows())
+    for name, value in vars(expected).items():
+        assert torch.equal(getattr(found, name), value), name
+    wanted, after_reference = reference.sample(logits, rows := case.rows()), rows
+    assert_close("logprobs", found.logprobs, wanted.logprobs, rtol=0, atol=2e-4)
+    assert torch.equal(found.ranks, wanted.ranks)
+    assert torch.equal(after.history, after_reference.history)
+
+
+def test_few_rows_have_a_program_a_block_and_many_fill_the_gpu_once(sampling_triton):
+    most = sampling_triton.MOST_PROGRAMS
+    assert [sampling_triton.programs_a_row(rows, 149) for rows in (1, 8, 14)] == [149] * 3
+    for rows in (15, 32, 50, 128, 512, most, 3 * most):
+        programs = sampling_triton.programs_a_row(rows, 149)
+        assert rows * (programs - 1) < most
+        # None of them could be spared: one fewer would have a block more each.
+        assert programs == 1 or -(-149 // (programs - 1)) > -(-149 // programs)
+
+
+def test_what_a_row_does_not_ask_for_is_neither_written_nor_read(sampling_triton):
+    """Over memory that holds NaN, and over what another step has left, the same is drawn."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    logits, case = mixed_case()
+    scratch = sampling_triton.SamplingScratch.allocate(len(MIXED), 4500, device)
+    expected, _ = draw_by_triton(logits, case.rows(), scratch=scratch)
+    has_weights = scratch.weights.isfinite().all(dim=1).tolist()
+    assert has_weights == [p.temperature != 0 for p in MIXED]
+    # As many rows that ask for all of it, and now these again.
+    everything = [params(top_k=99, top_p=0.7, min_p=0.1, seed=i, logprobs=0) for i in range(10)]
+    draw_by_triton(-logits, Rows(everything, 4500).rows(), scratch=scratch)
+    found, _ = draw_by_triton(logits, case.rows(), scratch=scratch)
+    for name, value in vars(expected).items():
+        assert torch.equal(getattr(found, name), value), name
+
+
+NEEDED = {
+    "greedy": ({"temperature": 0.0, "top_p": 0.5, "min_p": 0.1}, set()),
+    "plain": ({}, {"weigh"}),
+    "min_p": ({"min_p": 0.1}, {"weigh", "sum_kept"}),
+    "top_p": ({"top_p": 0.5}, {"weigh", "aim", "gather", "search", "sum_kept"}),
+    "top_k": ({"top_k": 3}, {"weigh", "aim", "gather", "search", "sum_kept"}),
+    "rank": ({"logprobs": 0}, {"weigh", "rank"}),
+}
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_kernels_that_no_row_asks_for_are_not_launched(sampling_triton, monkeypatch, name):
+    settings, needed = NEEDED[name]
+    requests = [params(temperature=0.0), params(**settings, seed=3), params(temperature=0.0)]
+    logits, case = make_logits(3, 1100), Rows(requests, 1100)
+    expected, _ = draw_by_triton(logits, case.rows())
+    launched = set()
+
+    class Noted:
+        def __init__(self, kernel, kind):
+            self.kernel, self.kind = kernel, kind
+
+        def __getitem__(self, grid):
+            launched.add(self.kind)
+            return self.kernel[grid]
+
+    for attribute, kernel in list(vars(sampling_triton).items()):
+        if attribute.endswith("_kernel"):
+            noted = Noted(kernel, attribute.removesuffix("_kernel"))
+            monkeypatch.setattr(sampling_triton, attribute, noted)
+    asked = Asked.by_all(
+        [
+            Asked.by(
+                temperature=p.temperature,
+                top_k=p.top_k,
+                top_p=p.top_p,
+                min_p=p.min_p,
+                ranks=p.logprobs is not None,
+            )
+            for p in requests
+        ]
+    )
+    found, _ = draw_by_triton(logits, case.rows(), asked=asked)
+    assert launched == {"adjust", "draw", *needed}
+    for field in dataclasses.fields(expected):
+        value = getattr(expected, field.name)
+        assert torch.equal(getattr(found, field.name), value), field.name
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {}, {"top_p": 0.5, "min_p": 0.3}])
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+def test_a_value_that_is_not_finite_breaks_its_row_however_it_is_drawn(draw, settings, penalty):
+    """First, last and amid, alone and beside others of its kind; the row beside goes on."""
+    logits = make_logits(6, 1100)
+    logits[0, 0] = math.nan
+    logits[1, [1050, 1099]] = INF
+    logits[2, 1030:] = math.nan
+    logits[3, [5, 6]] = torch.tensor([INF, -INF])
+    logits[4] = math.nan
+    logits[5, :1024] = -INF
+    requests = [params(**settings, presence_penalty=penalty, seed=i) for i in range(6)]
+    drawn, _ = draw(logits, Rows(requests, 1100).rows())
+    assert drawn.token_ids[:5].tolist() == [NOT_FINITE] * 5
+    assert drawn.token_ids[5] >= 1024
+    assert drawn.logprobs.isnan().tolist() == [True] * 5 + [False]
 
 
 def test_the_draws_follow_the_distribution():

@@ -32,7 +32,7 @@ from tailrace.engine.sampler import (
 )
 from tailrace.engine.staging import Staging
 from tailrace.errors import EngineError
-from tailrace.kernels.sampling.rows import NOT_FINITE, NOTHING_LEFT, SamplingRows
+from tailrace.kernels.sampling.rows import NOT_FINITE, NOTHING_LEFT, Asked, SamplingRows
 from tailrace.kernels.sampling.triton import SamplingScratch, sample
 from tailrace.types import SamplingParams
 
@@ -67,6 +67,7 @@ class _Slot:
     """What is added to them: float32, as the words it is stored in."""
     num_biases: int
     is_penalised: bool
+    asked: Asked
     is_plain: bool
     """Whether the likeliest id is asked for, and nothing but `num_edits` may change which it is."""
 
@@ -144,6 +145,13 @@ class DeviceSampler:
             edit_values=_floats([*bias.values(), *[-np.inf] * len(blocked)]),
             num_biases=len(bias),
             is_penalised=is_penalised,
+            asked=Asked.by(
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                min_p=params.min_p,
+                ranks=False,
+            ),
             is_plain=params.temperature == 0.0
             and params.logprobs is None
             and not (defect or is_penalised or grammar),
@@ -197,7 +205,8 @@ class DeviceSampler:
         states = [self._state(slot) for slot in slots]
         errors = {row: state.defect for row, state in enumerate(states) if state.defect}
         rows = self._rows(states, slots, errors)
-        token_ids = sample(logits, rows, self._scratch).token_ids
+        asked = Asked.by_all([state.asked for state in states])
+        token_ids = sample(logits, rows, self._scratch, asked).token_ids
         for state in states:
             state.position += 1
         asking = [
@@ -215,12 +224,12 @@ class DeviceSampler:
         return Sampled(token_ids, [scores.get(row) for row in range(len(states))], errors)
 
     def rehearse(self, logits: torch.Tensor) -> None:
-        """Queue a draw for nobody, by every kernel that draws are made of; at start.
+        """Queue a draw for nobody, by every kernel that any draw asks for; at start.
 
         Args:
             logits: [1, V] as steps give them.
         """
-        self.admit(0, SamplingParams(max_tokens=1, temperature=1.0, seed=0), [], [])
+        self.admit(0, SamplingParams(max_tokens=1, top_p=0.5, seed=0), [], [])
         self.sample(logits, [0])
         self.release(0)
 

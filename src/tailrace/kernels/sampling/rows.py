@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from torch import Tensor
 
 FIXED_BITS = 44
@@ -61,6 +63,44 @@ class SamplingRows:
     """int32 [M, W], 32 W >= V: bit i % 32 of word i // 32 is set where token i may be drawn."""
     wants_rank: Tensor
     """int32 [R]: not 0 where the drawn token's rank is wanted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What some row of a step may ask for; it may say more than is so."""
+
+    draws: bool = True
+    """A temperature that is not 0; without it the next two are not asked for either."""
+    searches: bool = True
+    """top_k or top_p."""
+    filters: bool = True
+    """top_k, top_p or min_p."""
+    ranks: bool = True
+    """The drawn token's rank."""
+
+    @classmethod
+    def by(
+        cls, *, temperature: float, top_k: int, top_p: float, min_p: float, ranks: bool
+    ) -> Asked:
+        """Return what one row asks for."""
+        draws = temperature != 0.0
+        searches = draws and (top_k > 0 or top_p < 1.0)
+        return cls(
+            draws=draws, searches=searches, filters=searches or (draws and min_p > 0), ranks=ranks
+        )
+
+    @classmethod
+    def by_all(cls, rows: Collection[Asked]) -> Asked:
+        """Return what several rows ask for together."""
+        return cls(
+            draws=any(row.draws for row in rows),
+            searches=any(row.searches for row in rows),
+            filters=any(row.filters for row in rows),
+            ranks=any(row.ranks for row in rows),
+        )
+
+
+EVERYTHING = Asked()
 
 
 @dataclass(frozen=True)
