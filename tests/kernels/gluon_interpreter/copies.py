@@ -14,7 +14,6 @@ from tests.kernels.gluon_interpreter.values import (
     GluonFaultError,
     Memory,
     integer,
-    poison,
     truth,
 )
 
@@ -88,6 +87,20 @@ class Descriptor:
             exists = exists & (along >= 0) & (along < self.shape[dim])
         return places, exists
 
+    def box(self, at: list[int]) -> torch.Tensor:
+        """Return what lies in a box; what does not exist there is zero."""
+        values = torch.zeros(self.block_shape, dtype=self.memory.flat.dtype)
+        sizes, offset, inside = [], self.memory.low, values
+        for dim, (start, size) in enumerate(zip(at, self.block_shape, strict=True)):
+            first, end = max(start, 0), min(start + size, self.shape[dim])
+            if end <= first:
+                return values
+            inside = inside.narrow(dim, first - start, end - first)
+            sizes.append(end - first)
+            offset += first * self.strides[dim]
+        inside.copy_(self.memory.flat.as_strided(sizes, self.strides, offset))
+        return values
+
 
 class Mover:
     """`tma`."""
@@ -115,14 +128,13 @@ class Mover:
         allocation = result.allocation
         known = language.me.published
         allocation.changed(event, result.granules, known, words, by_store=False)
-        result.poke(poison(result.shape, result.torch_dtype))
+        result.poison()
 
         def perform() -> None:
-            places, exists = desc.places(at)
-            language.memory.check(desc.memory, places[exists], known, "a copy")
-            values = torch.zeros(result.shape, dtype=result.torch_dtype)
-            values[exists] = desc.memory.flat[places[exists]]
-            result.poke(values)
+            if language.memory.is_written(desc.memory):
+                places, exists = desc.places(at)
+                language.memory.check(desc.memory, places[exists], known, "a copy")
+            result.poke(desc.box(at))
             counter.receive(desc.block_type.nbytes, known | 1 << event)
             counter.complete(language.machine.partitions)
 

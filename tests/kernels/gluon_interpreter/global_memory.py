@@ -39,8 +39,14 @@ class GlobalMemory:
             self._writers[place] = torch.full((memory.flat.numel(),), -1)
         return self._writers[place]
 
+    def is_written(self, memory: Memory) -> bool:
+        """Whether a tensor was stored to in this launch."""
+        return memory.flat.data_ptr() in self._writers
+
     def check(self, memory: Memory, places: torch.Tensor, known: int, words: str) -> None:
         """Refuse to touch elements whose last write is not known to be done."""
+        if not self.is_written(memory):
+            return
         writers = self._of(memory)[places].reshape(-1)
         for event in torch.unique(writers[writers >= 0]).tolist():
             if not known >> event & 1:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import itertools
 import random
 from collections.abc import Mapping
 from functools import cache
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING
 
 import torch
@@ -116,14 +117,13 @@ class Clones:
     def __init__(self, language: Language) -> None:
         self._language = language
         self._functions: dict[int, Callable[..., object]] = {}
-        self._globals: dict[int, dict[str, object]] = {}
 
     def of(self, jitted: GluonJITFunction) -> Callable[..., object]:
         """Return a function as Python may call it."""
         if id(jitted) not in self._functions:
             theirs = jitted.fn
             ours = FunctionType(
-                theirs.__code__, self._replaced(theirs.__globals__), theirs.__name__,
+                theirs.__code__, self._globals(theirs), theirs.__name__,
                 theirs.__defaults__, theirs.__closure__,
             )  # fmt: skip
             ours.__kwdefaults__ = theirs.__kwdefaults__
@@ -131,15 +131,15 @@ class Clones:
             self._functions[id(jitted)] = _guarded(ours, _signature(theirs), constants)
         return self._functions[id(jitted)]
 
-    def _replaced(self, theirs: dict[str, object]) -> dict[str, object]:
-        """Return a module's globals as a kernel sees them here."""
-        if id(theirs) not in self._globals:
-            ours = dict(theirs)
-            self._globals[id(theirs)] = ours
-            for name, value in theirs.items():
-                ours[name] = self._value(name, value)
-            ours["range"] = self._language.range
-        return self._globals[id(theirs)]
+    def _globals(self, function: FunctionType) -> dict[str, object]:
+        """Return what a function finds in its module, as a kernel sees it here."""
+        theirs = function.__globals__
+        ours = {
+            name: self._value(name, theirs[name])
+            for name in _names(function.__code__)
+            if name in theirs
+        }
+        return {**ours, "__builtins__": theirs["__builtins__"], "range": self._language.range}
 
     def _value(self, name: str, value: object) -> object:
         if isinstance(value, GluonJITFunction):
@@ -150,6 +150,15 @@ class Clones:
         if known is None and getattr(value, "__triton_builtin__", False):
             return _unknown(name)
         return value if known is None else known
+
+
+@cache
+def _names(code: CodeType) -> frozenset[str]:
+    """Return the names that code, and the code within it, looks up in its module."""
+    inner = [_names(const) for const in code.co_consts if isinstance(const, CodeType)]
+    steps = dis.get_instructions(code)
+    own = {step.argval for step in steps if step.opname in {"LOAD_GLOBAL", "LOAD_NAME"}}
+    return frozenset(own).union(*inner)
 
 
 def _unknown(name: str) -> Callable[..., None]:

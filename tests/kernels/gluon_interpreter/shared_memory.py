@@ -248,7 +248,7 @@ class View:
         self.torch_dtype, self.name, self._is_whole = dtype, name, is_whole
         self._known: dict[object, View] = {}
 
-    @property
+    @cached_property
     def shape(self) -> list[int]:
         return list(self.addresses.shape)
 
@@ -269,9 +269,14 @@ class View:
         return self.allocation.mask(self.addresses)
 
     @cached_property
+    def _bits(self) -> torch.Tensor:
+        """The allocation's bytes, as numbers of an element's size."""
+        return self.allocation.raw.view(_BITS[self.torch_dtype.itemsize])
+
+    @cached_property
     def _slots(self) -> torch.Tensor:
-        """The addresses, counted in elements."""
-        return self.addresses // self.torch_dtype.itemsize
+        """The addresses in a row, counted in elements."""
+        return (self.addresses // self.torch_dtype.itemsize).reshape(-1)
 
     def _part(self, key: object, addresses: torch.Tensor, name: str) -> View:
         if key not in self._known:
@@ -316,14 +321,18 @@ class View:
 
     def peek(self) -> torch.Tensor:
         """Return what lies there now, whoever may know."""
-        bits = self.allocation.raw.view(_BITS[self.torch_dtype.itemsize])
-        return bits[self._slots].view(self.torch_dtype)
+        bits = self._bits.index_select(0, self._slots)
+        return bits.view(self.torch_dtype).reshape(self.addresses.shape)
 
     def poke(self, values: torch.Tensor) -> None:
         """Put values there, whoever may be reading."""
-        kind = _BITS[self.torch_dtype.itemsize]
-        bits = self.allocation.raw.view(kind)
-        bits[self._slots.reshape(-1)] = values.contiguous().view(kind).reshape(-1)
+        bits = values.contiguous().view(self._bits.dtype)
+        self._bits.index_copy_(0, self._slots, bits.reshape(-1))
+
+    def poison(self) -> None:
+        """Put there what nobody wrote: every bit is 1."""
+        ones = 0xFF if self._bits.dtype == torch.uint8 else -1
+        self._bits.index_fill_(0, self._slots, ones)
 
     def load(self, layout: object) -> object:
         return self.allocation.machine.shared_load(self, layout)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,6 +66,8 @@ def torch_dtype(dtype: object) -> torch.dtype:
 
 def integer(value: object) -> int:
     """Return a number of compile time or of run time as Python's."""
+    if type(value) is int:
+        return value
     value = plain(value)
     if isinstance(value, Array) and not value.shape:
         value = value.data.item()
@@ -132,6 +134,18 @@ def array(value: object, like: torch.dtype | None = None, *, divides: bool = Fal
         raise GluonFaultError(_UNCOVERED)
     if not isinstance(value, bool | int | float):
         raise GluonFaultError(f"no value of registers: {value!r}")
+    if isinstance(value, float):  # of which two zeros are one key
+        return _number(value, like, divides)
+    return _known_number(value, like, divides, type(value))
+
+
+@lru_cache(maxsize=4096)
+def _known_number(value: float, like: torch.dtype | None, divides: bool, kind: type) -> Array:
+    """Return a number of compile time as an array; `kind` tells True from 1."""
+    return _number(value, like, divides)
+
+
+def _number(value: float, like: torch.dtype | None, divides: bool) -> Array:
     if like is not None and _KINDS[type(value)] <= _kind(like):
         if divides and like in {torch.float16, torch.bfloat16}:
             like = torch.float32
@@ -150,10 +164,15 @@ def array(value: object, like: torch.dtype | None = None, *, divides: bool = Fal
 
 def joint_layout(*arrays: Array | Pointer) -> object:
     """Return the layout of an operation on arrays: one, or none where none is known."""
-    known = [x.layout for x in arrays if x.shape and x.layout is not None]
-    if any(layout != known[0] for layout in known):
-        raise GluonFaultError(f"layouts differ: {known}")
-    return known[0] if known else None
+    joint = None
+    for x in arrays:
+        layout = x.layout
+        if layout is None or layout is joint or not x.shape:
+            continue
+        if joint is not None and layout != joint:
+            raise GluonFaultError(f"layouts differ: {[joint, layout]}")
+        joint = layout
+    return joint
 
 
 def paired(a: object, b: object, *, divides: bool = False) -> tuple[Array, Array]:
@@ -161,8 +180,11 @@ def paired(a: object, b: object, *, divides: bool = False) -> tuple[Array, Array
     a, b = plain(a), plain(b)
     left = array(a, b.data.dtype if isinstance(b, Array) else None, divides=divides)
     right = array(b, a.data.dtype if isinstance(a, Array) else None, divides=divides)
-    if left.shape and right.shape and len(left.shape) != len(right.shape):
+    ranks = left.data.ndim, right.data.ndim
+    if ranks[0] != ranks[1] and all(ranks):
         raise GluonFaultError(f"shapes {left.shape} and {right.shape} do not meet")
+    if left.data.dtype is right.data.dtype and not divides:
+        return left, right
     dtype = _common(left.data.dtype, right.data.dtype, divides=divides)
     left, right = (
         side if side.data.dtype == dtype else Array(side.data.to(dtype), side.layout)
@@ -174,6 +196,11 @@ def paired(a: object, b: object, *, divides: bool = False) -> tuple[Array, Array
 def _binary(
     a: object, b: object, compute: Callable[..., torch.Tensor], *, divides: bool = False
 ) -> Array:
+    if type(a) is Array and not divides:
+        # Most operations are on places: whole numbers without dimensions.
+        other = _known_number(b, a.data.dtype, False, int) if type(b) is int else b
+        if type(other) is Array and not other.data.ndim and a.data.dtype is other.data.dtype:
+            return Array(compute(a.data, other.data), a.layout if a.data.ndim else None)
     if isinstance(plain(b), Pointer) or isinstance(plain(a), Pointer):
         raise GluonFaultError("pointers are only added to")
     left, right = paired(a, b, divides=divides)
