@@ -413,7 +413,6 @@ def hopper_prefill_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [VALUE_STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [VALUE_STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [SIDES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_bar, count=1)
     for slot in gl.static_range(STAGES):
         mbarrier.init(k_full.index(slot), count=1)
@@ -421,8 +420,13 @@ def hopper_prefill_kernel(
     for slot in gl.static_range(VALUE_STAGES):
         mbarrier.init(v_full.index(slot), count=1)
         mbarrier.init(v_free.index(slot), count=SIDES)
-    for side in gl.static_range(SIDES):
-        mbarrier.init(turns.index(side), count=1)
+    turns = q_bar
+    if TURNS:
+        # No barrier that nobody asks: its memory would become other things', and a barrier that
+        # was not taken back comes back over them where contexts are switched.
+        turns = gl.allocate_shared_memory(gl.int64, [SIDES, 1], mbarrier.MBarrierLayout())
+        for side in gl.static_range(SIDES):
+            mbarrier.init(turns.index(side), count=1)
     bars = (q_bar, k_full, k_free, v_full, v_free, turns)
     common = (q_smem, k_pieces, v_pieces, bars, gl.cdiv(end, BLOCK_N), full)
     place = (table, head // GROUP, kv_len)
