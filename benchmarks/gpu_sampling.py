@@ -8,7 +8,8 @@ Rows of bfloat16 logits, as peaked as a language model's; with `--all` almost fl
 kind of filter, and PyTorch's own way beside: a sort, a softmax and cumulative sums. Each filter's
 first tokens are compared with the PyTorch reference's on the CPU, each way's tokens with those of
 what serves; a case in which more differ than rounding explains (a flat row's token is 1/V of the
-sum) is not timed, and the exit status is 1.
+sum) is not timed, and the exit status is 1. Beside greedy rows stand the two kernels that choose
+their ids where a step's rows are all greedy, and torch's maximum, which did.
 
 *serves* launches what the rows ask for, as the runner's draws; *all kernels* whatever any row might
 ask for; `--programs` are other sizes of a launch. `--other` is another version of
@@ -35,7 +36,8 @@ import torch
 
 from tailrace.kernels.sampling import reference
 from tailrace.kernels.sampling import triton as serving
-from tailrace.kernels.sampling.rows import Asked, SamplingRows
+from tailrace.kernels.sampling.rows import NOT_FINITE, Asked, SamplingRows
+from tailrace.kernels.sampling.triton_likeliest import likeliest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -233,6 +235,29 @@ def kernel_costs_us(case: Case, way: Way, replays: int) -> dict[str, float]:
     return {name: ends[name] - before[place] for place, name in enumerate(KERNELS)}
 
 
+def likeliest_of(case: Case) -> Callable[[], torch.Tensor]:
+    """Return what queues the ids that every captured step ends with."""
+    slots = torch.arange(case.count, dtype=torch.int32, device=case.logits.device)
+    last_tokens = torch.zeros(case.count, dtype=torch.int64, device=case.logits.device)
+    return lambda: likeliest(case.logits, slots, last_tokens)
+
+
+def by_torch(logits: torch.Tensor) -> torch.Tensor:
+    """Choose the same ids by PyTorch's own operations."""
+    peaks, ids = logits.max(dim=-1)
+    return torch.where(peaks.isfinite(), ids, NOT_FINITE)
+
+
+def wrong_ids(case: Case) -> list[str]:
+    """Return what is wrong with `likeliest`."""
+    logits = case.logits
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    is_top = logits == logits.max(dim=-1, keepdim=True).values
+    expected = columns.where(is_top, logits.shape[1]).min(dim=-1).values
+    wrong = int((likeliest_of(case)() != expected).sum())
+    return [f"likeliest: {wrong} ids"] if wrong else []
+
+
 def by_sort(logits: torch.Tensor) -> torch.Tensor:
     """Draw at top_p 0.95 by PyTorch's own operations."""
     ranked, ids = logits.float().sort(dim=-1, descending=True)
@@ -298,19 +323,22 @@ def check_filters(names: list[str], spreads: list[str], arguments: argparse.Name
 def report(case: Case, spread: str, ways: list[Way], arguments: argparse.Namespace) -> bool:
     """Print a line of what a draw costs, and one a version of its kernels; return if it's right."""
     title = f"{spread:7s} {case.count:4d} {case.filter_name:24s}"
-    if wrong := disagreements(case, ways):
+    if wrong := disagreements(case, ways) + wrong_ids(case):
         print(f"{title} DIFFERS, not timed: {'; '.join(wrong)}", flush=True)
         return False
     if arguments.device != "cuda":
         print(f"{title} alike", flush=True)
         return True
     scratches = [poisoned(way.module, case) for way in ways]
-    graphs = {
+    graphs: dict[str, torch.cuda.CUDAGraph] = {
         way.words: draw_graph(case, way, scratch)
         for way, scratch in zip(ways, scratches, strict=True)
     }
     if arguments.all and case.filter_name == "top_p 0.95":
         graphs["by a sort"] = captured(lambda: by_sort(case.logits))
+    if case.filter_name == "greedy":
+        graphs["likeliest"] = captured(likeliest_of(case))
+        graphs["torch's maximum"] = captured(lambda: by_torch(case.logits))
     found = medians_us(graphs, arguments.replays)
     print(title, *(f"  {words} {us:.1f}" for words, us in found.items()), flush=True)
     if not arguments.all:

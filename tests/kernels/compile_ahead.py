@@ -69,6 +69,8 @@ from tailrace.kernels.paged_attention.triton_widened_kv import PIECE, UNIT_TOKEN
 from tailrace.kernels.rms_norm.triton import rms_norm_kernel
 from tailrace.kernels.rope_cache.triton import rope_cache_kernel
 from tailrace.kernels.sampling import triton as sampling
+from tailrace.kernels.sampling import triton_likeliest
+from tailrace.kernels.sampling.rows import NOT_FINITE
 from tailrace.kernels.silu_mul.triton import BLOCK, silu_mul_kernel
 from tests.kernels import machine_code
 
@@ -664,6 +666,14 @@ def sampling_cases() -> Iterator[Case]:
         )  # fmt: skip
 
 
+def likeliest_cases() -> Iterator[Case]:
+    types = {**TYPES, "tops": "*fp32", "slots": "*i32", "last_tokens": "*i64"}
+    block = {"BLOCK": triton_likeliest.BLOCK}
+    yield Case("tops", triton_likeliest.tops_kernel, block, types=types)
+    constants = {"NOT_FINITE": NOT_FINITE, "PARTS": 256}
+    yield Case("likeliest", triton_likeliest.likeliest_kernel, constants, types=types)
+
+
 def families(cases: list[Case]) -> list[list[Case]]:
     """Return the cases by kernel, in their order."""
     found: dict[tuple[str, bool], list[Case]] = {}
@@ -850,6 +860,7 @@ def found(kind: int, *, with_all: bool = False) -> Iterator[str]:
         *float8_linear_cases(kind),
         *int8_cases(kind),
         *sampling_cases(),
+        *likeliest_cases(),
     ]
     cases = cases if with_all else sample(cases)
     cases += dependent_cases(kind, cases)

@@ -72,6 +72,7 @@ def test_every_kernel_compiles_within_the_gpus_means(kind, pytestconfig, tmp_pat
         {
             "decode", "rope_cache", "rms_norm", "silu_mul", "skinny", "int4", "float8_skinny",
             "quantize_rows", "rms_norm_float8", "silu_mul_float8", "hopper_int4", "float8_few",
+            "tops", "likeliest",
             "hopper_int4_bands", "hopper_int4_few", "hopper_float8", "hopper_decode", "hopper_half",
         }
         if kind >= HOPPER

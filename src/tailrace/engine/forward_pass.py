@@ -19,7 +19,7 @@ import torch
 from tailrace.engine.scheduler import Step
 from tailrace.engine.step_arrays import no_tiles, step_arrays
 from tailrace.kernels.paged_attention.device_batch import DeviceBatch
-from tailrace.kernels.sampling.rows import NOT_FINITE
+from tailrace.kernels.sampling.triton_likeliest import likeliest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -125,7 +125,5 @@ class ForwardPass:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits [S, V] and the likeliest ids, -1 where a row is not finite; keep them."""
         logits = self.model.logits(hidden.index_select(0, rows))
-        peaks, ids = logits.max(dim=-1)
-        self.last_tokens.index_copy_(0, slots.long(), ids)
-        # An id that cannot be: the host takes it for an error.
-        return logits, torch.where(peaks.isfinite(), ids, NOT_FINITE)
+        # Of a row that is not finite an id that cannot be: the host takes it for an error.
+        return logits, likeliest(logits, slots, self.last_tokens)

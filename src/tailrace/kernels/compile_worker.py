@@ -50,7 +50,7 @@ def main() -> int:
     answers = os.dup(1)
     os.dup2(2, 1)  # what compilers print is no answer
     import_module("tailrace.kernels.triton_kernels")
-    import_module("tailrace.kernels.sampling.triton")
+    import_module("tailrace.kernels.sampling.triton_likeliest")
     triton_key()  # reads all of Triton's files: once, for all children
     lines = sys.stdin.buffer.read().splitlines()
     if not lines:
