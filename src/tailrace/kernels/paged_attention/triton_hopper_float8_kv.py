@@ -16,7 +16,9 @@ inputs up, is free as long as both sides agree. So a thread's bytes are those th
 What waits for what, in a thread:
 
     multiplied   half a part: while the other half is widened, then while the next part is fetched
-    handed back  a slot of the ring, as soon as its bytes are in registers
+    handed back  a slot of the ring, when the products of its bytes have begun: a load that is only
+                 on its way may be overtaken by the next copy into the slot, where contexts are
+                 switched
 """
 
 from __future__ import annotations
@@ -158,23 +160,28 @@ def _next(place, phase, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _fetched(boxes, bars, place, phase, is_last, order: gl.constexpr):
-    """Return the words of the part at a place of the ring, once they are there.
-
-    Its slot is handed back after its last part, or the split's.
-    """
+def _fetched(boxes, bars, place, phase, order: gl.constexpr):
+    """Return the words of the part at a place of the ring, once they are there."""
     q_bar, full, free = bars
     PARTS: gl.constexpr = boxes.shape[1] * BOX // PART
     shape: gl.constexpr = [boxes.shape[0] * PARTS, PART, WORDS]
     layout: gl.constexpr = part_layout()
     ring = boxes._reinterpret(gl.int32, shape, layout)  # noqa: SLF001 - the only way
-    slot = place // PARTS
-    mbarrier.wait(full.index(slot), phase)
-    words = ring.index(place).load(order)
+    mbarrier.wait(full.index(place // PARTS), phase)
+    return ring.index(place).load(order)
+
+
+@gluon.jit
+def _hand_back(boxes, bars, place, is_last):
+    """Hand the slot of a place back after its last part, or the split's.
+
+    Products of its words have begun, so the words are in registers.
+    """
+    q_bar, full, free = bars
+    PARTS: gl.constexpr = boxes.shape[1] * BOX // PART
     gl.thread_barrier()  # all four warps have theirs
     is_last = is_last | (place % PARTS == PARTS - 1)
-    mbarrier.arrive(free.index(slot), count=1, pred=is_last)
-    return words
+    mbarrier.arrive(free.index(place // PARTS), count=1, pred=is_last)
 
 
 @gluon.jit
@@ -258,14 +265,16 @@ def scored_float8(common, held, slot, phase, sums: gl.constexpr):
     scores = (gl.full([PART, HEADS], float("-inf"), gl.float32, layout=sums),) * COUNT
     parts = gl.cdiv(held, PART)
     place = slot * PARTS
-    words = _fetched(boxes, bars, place, phase, parts == 1, order)
-    for part in range(1, parts):
-        place, phase = _next(place, phase, PLACES)
+    words = _fetched(boxes, bars, place, phase, order)
+    for _ in range(1, parts):
         found, lower, higher = _begun_scores(words, queries, zero)
-        words = _fetched(boxes, bars, place, phase, part == parts - 1, order)
+        _hand_back(boxes, bars, place, False)
+        place, phase = _next(place, phase, PLACES)
+        words = _fetched(boxes, bars, place, phase, order)
         found, lower, higher = warpgroup_mma_wait(0, deps=[found, lower, higher])
         scores = scores[1:] + (found,)  # noqa: RUF005 - Gluon knows no stars
     found, lower, higher = _begun_scores(words, queries, zero)
+    _hand_back(boxes, bars, place, True)
     found, lower, higher = warpgroup_mma_wait(0, deps=[found, lower, higher])
     # Only the last part may have rows without a key.
     is_key = _row_keys(gl.SliceLayout(1, sums)) < held - (parts - 1) * PART
@@ -296,12 +305,13 @@ def summed_float8(common, held, slot, phase, sums: gl.constexpr):
     high_acc = gl.zeros([HALF, HEADS], gl.float32, layout=sums)
     parts = gl.cdiv(held, PART)
     place = slot * PARTS
-    words = _fetched(boxes, bars, place, phase, parts == 1, order)
+    words = _fetched(boxes, bars, place, phase, order)
     for part in range(1, parts):
-        place, phase = _next(place, phase, PLACES)
         weight = weights.index(COUNT - 1 - parts + part).permute((1, 0))
         low_acc, high_acc, lower, higher = _begun_sums(words, weight, low_acc, high_acc, sums)
-        words = _fetched(boxes, bars, place, phase, part == parts - 1, order)
+        _hand_back(boxes, bars, place, False)
+        place, phase = _next(place, phase, PLACES)
+        words = _fetched(boxes, bars, place, phase, order)
         low_acc, high_acc, lower, higher = warpgroup_mma_wait(
             0, deps=[low_acc, high_acc, lower, higher]
         )
@@ -310,6 +320,7 @@ def summed_float8(common, held, slot, phase, sums: gl.constexpr):
     words = gl.where(is_key[:, None], words, gl.zeros_like(words))
     weight = weights.index(COUNT - 1).permute((1, 0))
     low_acc, high_acc, lower, higher = _begun_sums(words, weight, low_acc, high_acc, sums)
+    _hand_back(boxes, bars, place, True)
     low_acc, high_acc, lower, higher = warpgroup_mma_wait(
         0, deps=[low_acc, high_acc, lower, higher]
     )
