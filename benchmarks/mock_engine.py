@@ -33,6 +33,7 @@ class MockEngine:
     restarts_total = 0
     stats = None
     pids: dict[str, int] = {}  # noqa: RUF012 -- never changed
+    silence_s: float | None = 0.0
 
     def __init__(self, context_length: int, vocab_size: int) -> None:
         self.ready = EngineReady(

@@ -87,6 +87,7 @@ class FakeEngine:
         """The same, of those that have come whole."""
         self.grown_salts: dict[str, str] = {}
         self.pids: dict[str, int] = {}
+        self.silence_s: float | None = 0.25
         self.requests: list[EngineRequest] = []
         """All that were submitted, in order."""
         self.aborted: list[str] = []

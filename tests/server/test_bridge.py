@@ -368,6 +368,24 @@ def test_a_silent_engine_is_ended_and_started_again():
     run(main())
 
 
+def test_silence_is_told_while_the_engine_is_ready_and_ends_with_what_it_says():
+    async def main():
+        clock = VirtualClock()
+        async with running("silent", "normal", clock=clock, silence_limit_s=60.0) as held:
+            bridge = held.bridge
+            assert bridge.silence_s is None
+            await bridge.wait_ready()
+            clock.advance(7.0)
+            assert bridge.silence_s == 7.0
+            clock.advance(60.0)
+            await until(lambda: bridge.state is EngineState.RESTARTING)
+            assert bridge.silence_s is None
+            await until(lambda: bridge.state is EngineState.READY and held.reports)
+            assert bridge.silence_s == 0.0
+
+    run(main())
+
+
 def test_an_engine_that_answers_pings_is_never_silent():
     async def main():
         clock = VirtualClock()

@@ -175,6 +175,7 @@ def test_metrics_show_requests_engine_and_drops(app):
     assert samples["tailrace:request_generation_tokens_sum",] == 3
     assert samples["tailrace:num_requests_running",] == 3
     assert samples["tailrace:engine_restarts_total",] == 1
+    assert samples["tailrace:engine_silence_seconds",] == app.engine.silence_s
     assert samples["tailrace:request_log_dropped_total",] == 5
     assert samples["tailrace:process_resident_memory_bytes", "frontend"] > 1_000_000
 

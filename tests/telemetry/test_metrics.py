@@ -248,6 +248,7 @@ def test_what_is_swapped_is_shown_in_blocks_and_bytes_where_there_is_host_memory
 def test_before_the_engine_has_reported_its_families_are_absent_not_zero():
     names = {name for name, *_ in samples(Metrics().render())}
     assert "tailrace:num_requests_running" not in names
+    assert "tailrace:engine_silence_seconds" not in names
     assert "tailrace:engine_restarts_total" in names
 
 

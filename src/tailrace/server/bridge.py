@@ -138,6 +138,13 @@ class Bridge:
         return self._restarts_total
 
     @property
+    def silence_s(self) -> float | None:
+        """Seconds since the engine last said something."""
+        if self._state is not EngineState.READY:
+            return None
+        return self._clock() - self._last_heard_s
+
+    @property
     def pids(self) -> dict[str, int]:
         """Process ids by role."""
         return {"engine": self._process.pid} if self._process else {}

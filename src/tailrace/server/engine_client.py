@@ -101,6 +101,14 @@ class EngineClient(Protocol):
         ...
 
     @property
+    def silence_s(self) -> float | None:
+        """Seconds since the engine last said something, which it does each second, but for steps.
+
+        None where it is not ready.
+        """
+        ...
+
+    @property
     def pids(self) -> dict[str, int]:
         """Process ids by role, such as {"engine": 123}."""
         ...

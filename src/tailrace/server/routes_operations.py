@@ -45,6 +45,7 @@ async def metrics(services: Services, request: Request) -> None:
     text = services.metrics.render(
         stats=services.engine.stats,
         restarts=services.engine.restarts_total,
+        silence_s=services.engine.silence_s,
         pids=services.family | services.engine.pids,
         frontend_restarts=services.frontend_restarts,
         dropped_records=services.request_log.dropped_total,

@@ -209,6 +209,7 @@ class Metrics:
         *,
         stats: EngineStats | None = None,
         restarts: int = 0,
+        silence_s: float | None = None,
         pids: dict[str, int] | None = None,
         dropped_records: int = 0,
         frontend_restarts: int = 0,
@@ -218,7 +219,15 @@ class Metrics:
         self._count_gaps()
         snapshot = CollectorRegistry()
         gpus = self._gpus.read()
-        snapshot.register(_Snapshot(stats, restarts, frontend_restarts, pids or {}, gpus))
+        shown = _Snapshot(
+            stats,
+            restarts=restarts,
+            frontend_restarts=frontend_restarts,
+            silence_s=silence_s,
+            pids=pids or {},
+            gpus=gpus,
+        )
+        snapshot.register(shown)
         return self._own() + generate_latest(snapshot)
 
     def _own(self) -> bytes:
@@ -253,14 +262,17 @@ class _Snapshot:
     def __init__(
         self,
         stats: EngineStats | None,
+        *,
         restarts: int,
         frontend_restarts: int,
+        silence_s: float | None,
         pids: dict[str, int],
         gpus: Sequence[GpuReading],
     ) -> None:
         self._stats = stats
         self._restarts = restarts
         self._frontend_restarts = frontend_restarts
+        self._silence_s = silence_s
         has_family = any(role.startswith("frontend") for role in pids)
         self._pids = pids if has_family else {"frontend": os.getpid()} | pids
         self._gpus = gpus
@@ -269,6 +281,12 @@ class _Snapshot:
         """Yield every family."""
         yield _counter("engine_restarts", "Engine processes started again", self._restarts)
         yield _counter("frontend_restarts", "Front ends started again", self._frontend_restarts)
+        if self._silence_s is not None:
+            yield _gauge(
+                "engine_silence_seconds",
+                "Since the engine last spoke: at most a second, and what a step takes",
+                self._silence_s,
+            )
         memory = GaugeMetricFamily(
             f"{PREFIX}process_resident_memory_bytes", "Resident memory", labels=["process"]
         )
