@@ -63,11 +63,15 @@ def test_the_block_size_is_a_unit_or_a_mix_of_sizes_over_the_smallest():
         ("context_length", -1, "at least 0"),
         ("cpu_offload_gib", -1.0, "at least 0"),
         ("cpu_offload_gib", float("inf"), "finite"),
+        ("step_timeout_s", -1.0, "--step-timeout-s -1.0: must be auto, 0 (never), or seconds"),
+        ("step_timeout_s", "nan", "--step-timeout-s nan: must be auto"),
+        ("step_timeout_s", float("inf"), "--step-timeout-s inf: must be auto"),
+        ("step_timeout_s", "soon", "--step-timeout-s soon: must be auto"),
         ("max_num_batched_tokens", 3, "--max-num-batched-tokens 3 is below --max-batch-size"),
     ],
 )
 def test_a_value_out_of_range_or_not_available_is_refused_by_name(setting, value, wanted):
-    with pytest.raises(ConfigError, match=wanted.replace("(", r"\(")):
+    with pytest.raises(ConfigError, match=wanted.replace("(", r"\(").replace(")", r"\)")):
         load({setting: value}, environ={})
 
 
@@ -124,6 +128,12 @@ def test_the_time_target_is_the_devices_unless_it_was_set():
     assert EngineConfig(gpus=(0,), warmup=False).itl_target_s == 0.0
     assert EngineConfig(gpus=(0,), itl_target_ms=0).itl_target_s == 0.0
     assert load({}, environ={"TAILRACE_ITL_TARGET_MS": "12.5"}).engine.itl_target_s == 0.0125
+
+
+def test_how_long_a_step_may_take_is_the_devices_unless_it_was_set():
+    assert EngineConfig().step_limit_s > EngineConfig(gpus=(0,)).step_limit_s > 60.0
+    assert EngineConfig(gpus=(0,), step_timeout_s=0).step_limit_s == 0.0
+    assert load({}, environ={"TAILRACE_STEP_TIMEOUT_S": "2.5"}).engine.step_limit_s == 2.5
 
 
 @pytest.mark.parametrize("given", ["soon", -1, "-1", "nan", "inf"])

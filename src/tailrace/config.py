@@ -29,6 +29,8 @@ PREFILL_ATTENTION = ("auto", "triton", "hopper")
 DECODE_KERNELS = ("auto", "hopper")
 PHASE_OVERLAP = ("auto", "on", "off")
 _GPU_ITL_TARGET_S = 0.03
+_GPU_STEP_LIMIT_S = 120.0
+_CPU_STEP_LIMIT_S = 600.0
 ENV_PREFIX = "TAILRACE_"
 MAX_API_WORKERS = 64
 
@@ -110,6 +112,12 @@ class EngineConfig:
         "many milliseconds; 0: token budget alone. auto: 30 on a GPU, 0 on a CPU or without "
         "warm-up.",
     )
+    step_timeout_s: float | str = setting(
+        "auto",
+        "Seconds; a step that the device has not ended so long after the one before is taken for "
+        "hung: the engine's process tells of it in the log, ends, and is started again. 0: never. "
+        "auto: 120 on a GPU, 600 on a CPU.",
+    )
     late_binding: bool = setting(
         False,
         "Choose the next step late in the running one, so that a request that comes meanwhile "
@@ -163,6 +171,7 @@ class EngineConfig:
         self._check_device()
         self._check_itl_target()
         self._check_max_ttft()
+        self._check_step_timeout()
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 f"--gpu-memory-utilization {self.gpu_memory_utilization}: must be above 0 and at "
@@ -209,6 +218,29 @@ class EngineConfig:
         if self.itl_target_ms == "auto":
             return _GPU_ITL_TARGET_S if self.gpus and self.warmup else 0.0
         return float(self.itl_target_ms) / 1e3
+
+    @property
+    def step_limit_s(self) -> float:
+        """Most seconds of a step before it is taken for hung; 0: none is.
+
+        It must let every honest step by, so it is far above what steps take: on a GPU seconds at
+        most, and a minute where one has to compile all of its kernels first; on a CPU a minute and
+        more where a large model meets a large token budget.
+        """
+        if self.step_timeout_s == "auto":
+            return _GPU_STEP_LIMIT_S if self.gpus else _CPU_STEP_LIMIT_S
+        return float(self.step_timeout_s)
+
+    def _check_step_timeout(self) -> None:
+        try:
+            limit_s = self.step_limit_s
+        except ValueError:
+            limit_s = -1.0
+        if not 0.0 <= limit_s < math.inf:
+            raise ConfigError(
+                f"--step-timeout-s {self.step_timeout_s}: must be auto, 0 (never), or seconds "
+                "above 0"
+            )
 
     def _check_max_ttft(self) -> None:
         if not 0.0 <= self.max_ttft < float("inf"):

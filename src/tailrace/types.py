@@ -11,6 +11,10 @@ import math
 
 import msgspec
 
+STEP_HUNG_STATUS = 75
+"""The exit status of an engine whose device did not end a step: sysexits' "temporary failure", for
+another process may fare better."""
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the engine turns logits into token ids for one sequence.

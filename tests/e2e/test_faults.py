@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
+from tailrace.bench.launch import LocalServer
+from tailrace.types import STEP_HUNG_STATUS
+from tests.e2e.conftest import tiny_settings
 from tests.e2e.observe import (
     child_pids,
     engine_pid,
@@ -25,11 +28,10 @@ from tests.e2e.observe import (
     wait_idle,
     wait_until,
 )
+from tests.support import hanging_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from tailrace.bench.launch import LocalServer
 
 pytestmark = pytest.mark.e2e
 
@@ -183,6 +185,38 @@ def test_a_killed_engine_fails_what_it_held_and_is_replaced(tiny_server):
         assert engine_pid(server) != killed
         assert metric(server.url, "tailrace:engine_restarts_total") == 1
         wait_idle(server.url)
+
+
+def test_a_step_that_hangs_ends_the_engine_which_is_replaced(tiny_folder, tmp_path):
+    log_file = tmp_path / "server.log"
+    settings = (*tiny_settings(tiny_folder), "--step-timeout-s", "2")
+    body = {"prompt": "abc", "max_tokens": 8000, "ignore_eos": True}
+    command = (*hanging_engine.COMMAND, "serve")
+    hanging = LocalServer(settings, log_file=log_file, command=command)
+    with hanging as server, ThreadPoolExecutor() as pool:
+        url = f"{server.url}/v1/completions"
+        with httpx.stream("POST", url, json=body | {"stream": True}, timeout=120) as reading:
+            arriving = events(reading.iter_lines())
+            assert next(arriving)["choices"]
+            hung = engine_pid(server)
+            lost = body | {"prompt": hanging_engine.PROMPT}
+            whole = pool.submit(httpx.post, url, json=lost, timeout=120)
+            last = [event for event in arriving if event != "[DONE]"][-1]
+        assert last["error"]["message"]
+        assert whole.result().status_code in (500, 503)
+        assert whole.result().json()["error"]["message"]
+
+        wait_until(lambda: ready_status(server.url) == 200, "the engine is back")
+        again = httpx.post(url, json=body | {"max_tokens": 5}, timeout=120)
+        assert again.json()["usage"]["completion_tokens"] == 5
+        assert engine_pid(server) != hung
+        assert metric(server.url, "tailrace:engine_restarts_total") == 1
+    logged = log_file.read_text()
+    (line,) = [line for line in logged.splitlines() if "step_hung" in line]
+    assert "[error" in line
+    assert "decodes=1" in line
+    assert "MainThread at engine.py:" in line
+    assert f"status {STEP_HUNG_STATUS}" in logged
 
 
 def test_sigterm_lets_running_requests_end_and_exits_with_0(tiny_server):

@@ -286,6 +286,29 @@ def generate_alone(runner):
     runner.execute(runner.prepare(scheduler.schedule(), blocks))
 
 
+@pytest.mark.parametrize("make", [cpu_runner, partial(gpu_runner, kind=Framed)])
+def test_a_step_is_described_by_its_size_and_by_what_serves_it(folder, make):
+    runner = make(folder)
+    decode, prompt = (Sequence.from_request(request, CONTEXT) for request in make_requests()[1:3])
+    decode.token_ids.append(7)
+    step = Step()
+    blocks = BlockManager(BLOCKS, BLOCK, prefix_cache=False)
+    for sequence, start, end in ((decode, 5, 6), (prompt, 0, 12)):
+        blocks.grow(blocks.open(sequence.request_id, sequence.token_ids, "", end), end)
+        step.add(Chunk(sequence, step.decodes, start, end, samples=False, from_device=False))
+    prepared = runner.prepare(step, blocks)
+    told = runner.describe(prepared)
+    assert (told["tokens"], told["decodes"], told["prompts"]) == (13, 1, 1)
+    assert told["longest_tokens"] == 12
+    if isinstance(runner, CudaRunner):
+        frame = prepared.frame
+        assert frame.rows > told["tokens"]  # it is padded
+        assert told["frame"].startswith(f"{frame.decodes} decodes, {frame.tokens} tokens")
+        assert told["captured"]
+        assert told["prefill_attention"] == prepared.shape.words
+        assert told["decode_attention"]
+
+
 def test_the_time_of_a_prompts_last_row_is_predicted_for_the_frame_that_computes_it(folder):
     """With a second copy of the weights such a row is no decode, though its chunk is as long."""
     decode, prompt = (Sequence.from_request(request, CONTEXT) for request in make_requests()[1:3])

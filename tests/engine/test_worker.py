@@ -5,6 +5,7 @@ import zmq
 
 from tailrace.config import EngineConfig
 from tailrace.types import (
+    STEP_HUNG_STATUS,
     AbortRequests,
     EngineFatal,
     EngineOutputs,
@@ -14,6 +15,7 @@ from tailrace.types import (
     ModelResolved,
     Ping,
 )
+from tests.support import hanging_engine
 from tests.support.tiny import make_tiny_checkpoint
 from tests.support.worker_client import WorkerClient
 
@@ -163,6 +165,16 @@ def test_a_worker_whose_parent_dies_while_it_loads_loads_no_further(checkpoint):
         assert client.process.wait(60) == 1
         while client.socket.poll(100):
             assert not isinstance(client.receive(), EngineReady)
+
+
+def test_a_worker_whose_step_cannot_be_queued_ends_with_a_status_of_its_own(checkpoint):
+    limited = config(checkpoint, step_timeout_s=1.0)
+    with WorkerClient(limited, command=hanging_engine.COMMAND) as client:
+        client.wait_ready()
+        client.add("well", [1, 2, 3], max_tokens=200, ignore_eos=True)
+        assert client.collect("well")["well"][-1].finish_reason == "length"
+        client.add("stuck", list(hanging_engine.FULL_QUEUE_PROMPT.encode()), max_tokens=5)
+        assert client.process.wait(60) == STEP_HUNG_STATUS
 
 
 def test_the_socket_is_private(client):

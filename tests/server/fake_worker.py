@@ -18,6 +18,7 @@ import msgspec
 import zmq
 
 from tailrace.types import (
+    STEP_HUNG_STATUS,
     AbortRequests,
     EngineFatal,
     EngineOutputs,
@@ -51,8 +52,9 @@ class FakeWorker:
     """Serves one front end.
 
     Behaviours: normal, holds (takes requests, says nothing of them), dies (at a request, after
-    one token), silent (once ready), stubborn (ends only by SIGKILL), garbage (before each
-    answer), fatal, late_fatal (at a request), early (ends before ready), loads (for ever).
+    one token), hung (the same, as over a step that hung), silent (once ready), stubborn (ends only
+    by SIGKILL), garbage (before each answer), fatal, late_fatal (at a request), early (ends before
+    ready), loads (for ever).
     """
 
     def __init__(self, socket_path: str, behaviour: str) -> None:
@@ -117,6 +119,8 @@ class FakeWorker:
             self.socket.close()
             zmq.Context.instance().term()
             sys.exit(1)
+        if self.behaviour == "hung":
+            os._exit(STEP_HUNG_STATUS)
         if self.behaviour == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         last = TokenOutput(request_id, [2], finish_reason="length")

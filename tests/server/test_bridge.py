@@ -8,15 +8,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from tailrace.clock import VirtualClock
-from tailrace.config import EngineConfig
+from tailrace.config import Config, EngineConfig
+from tailrace.engine.core_dump import WAIT_S
 from tailrace.errors import EngineError, ModelError, RequestError
 from tailrace.server import bridge as bridge_module
-from tailrace.server.bridge import MAX_FAILED_STARTS, Bridge
+from tailrace.server.bridge import MAX_FAILED_STARTS, Bridge, silence_limit_s
 from tailrace.server.engine_client import EngineState
+from tailrace.server.serve import assemble
 from tailrace.server.supervisor import Launcher
-from tailrace.types import EngineRequest, SamplingParams
+from tailrace.types import STEP_HUNG_STATUS, EngineRequest, SamplingParams
 
 WORKER = Path(__file__).with_name("fake_worker.py")
 DEADLINE_S = 120.0
@@ -382,6 +385,38 @@ def test_silence_is_told_while_the_engine_is_ready_and_ends_with_what_it_says():
             assert bridge.silence_s is None
             await until(lambda: bridge.state is EngineState.READY and held.reports)
             assert bridge.silence_s == 0.0
+
+    run(main())
+
+
+def test_an_engine_that_ended_over_a_step_that_hung_is_started_again_and_says_so():
+    async def main():
+        async with running("hung", "normal") as held:
+            bridge = await held.ready()
+            with capture_logs() as logs:
+                last = (await outputs(bridge.submit(request())))[-1]
+                await until(lambda: bridge.state is EngineState.READY)
+            assert last.finish_reason == "error"
+            assert bridge.restarts_total == 1
+            (line,) = [line for line in logs if line["event"] == "engine_restarts"]
+            assert f"status {STEP_HUNG_STATUS}" in line["cause"]
+            assert "--step-timeout-s" in line["cause"]
+
+    run(main())
+
+
+def test_a_step_that_may_take_its_time_is_not_taken_for_silence():
+    assert silence_limit_s(120.0) > 120.0 + WAIT_S
+    assert silence_limit_s(0.0) == float("inf")
+
+
+def test_a_front_end_gives_its_engine_the_time_of_a_step_and_more():
+    async def main():
+        config = Config(engine=EngineConfig(step_timeout_s=7.0))
+        launcher = Launcher(config.engine, command=(sys.executable, WORKER, "normal"))
+        _, bridge = assemble(config, launcher)
+        assert bridge._silence_limit_s == silence_limit_s(7.0)
+        await bridge.stop()
 
     run(main())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 import zmq
 
+from tailrace.server.supervisor import WORKER
 from tailrace.types import (
     EngineMessage,
     EngineOutputs,
@@ -23,16 +23,18 @@ from tailrace.types import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tailrace.config import EngineConfig
 
 
 class WorkerClient:
-    def __init__(self, config: EngineConfig, deadline_s: float = 120.0) -> None:
+    def __init__(
+        self, config: EngineConfig, deadline_s: float = 120.0, command: Sequence[str] = WORKER
+    ) -> None:
         folder = Path(tempfile.mkdtemp())
         self.deadline_s = time.monotonic() + deadline_s
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tailrace.engine.worker"], stdin=subprocess.PIPE
-        )
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
         order = msgspec.json.encode({"socket": str(folder / "engine.sock"), "config": config})
         self.process.stdin.write(order + b"\n")
         self.process.stdin.flush()

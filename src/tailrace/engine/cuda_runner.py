@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from tailrace.engine.decode_launches import describe as describe_launches
 from tailrace.engine.decode_launches import least_decodes
 from tailrace.engine.device_faults import check_device, is_out_of_memory
 from tailrace.engine.device_kv import allocate_kv, kv_bytes_per_token
@@ -32,7 +33,14 @@ from tailrace.engine.device_result import DeviceResult, mark
 from tailrace.engine.forward_pass import ForwardPass
 from tailrace.engine.frames import Frame, FrameSizes
 from tailrace.engine.host_kv import HostKv
-from tailrace.engine.runner import Admission, PromptRows, prompt_rows, score_prompt, swap
+from tailrace.engine.runner import (
+    Admission,
+    PromptRows,
+    describe_step,
+    prompt_rows,
+    score_prompt,
+    swap,
+)
 from tailrace.engine.slot_tables import SlotTables, most_sequences
 from tailrace.engine.staging import RING, Packed, Staging
 from tailrace.engine.step_arrays import cut_prompts, leading_decodes
@@ -270,6 +278,23 @@ class CudaRunner:
     def check_device(self) -> None:
         """Raise where the context is lost: every later call of this process would fail."""
         check_device(self.device)
+
+    def describe(self, prepared: PreparedDeviceStep) -> dict[str, object]:
+        """Say what a step is and which kernels serve it, for the log."""
+        frame, config = prepared.frame, self.model.config
+        decodes = self._kernels.decode_shape(
+            config.head_dim, config.num_heads // config.num_kv_heads
+        )
+        return {
+            **describe_step(prepared.step),
+            "frame": f"{frame.decodes} decodes, {frame.tokens} tokens of {frame.prompts} prompts",
+            "captured": prepared.is_captured,
+            "decode_attention": decodes.words,
+            "prefill_attention": prepared.shape.words,
+            "prefill_weights": self.prefill_weights,
+            "phase_overlap": self.forward_pass.overlap is not None,
+            "decode_launches": describe_launches(self.step_graphs.dependent_from),
+        }
 
     def prepare(self, step: Step, blocks: BlockManager) -> PreparedDeviceStep:
         """Turn a step into index arrays; reads scheduler state: the engine's thread runs it."""

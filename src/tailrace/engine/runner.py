@@ -192,6 +192,11 @@ class Runner:
     def check_device(self) -> None:
         """A CPU is not lost."""
 
+    @staticmethod
+    def describe(prepared: PreparedStep) -> dict[str, object]:
+        """Say what a step is, for the log."""
+        return describe_step(prepared.step)
+
     def prepare(self, step: Step, blocks: BlockManager) -> PreparedStep:
         """Turn a step into tensors; reads scheduler state, so it runs on the engine's thread."""
         chunks = step.chunks
@@ -256,6 +261,21 @@ class Runner:
             completed=sampled.completed,
             prompt_logprobs=prompt_logprobs,
         )
+
+
+def describe_step(step: Step) -> dict[str, object]:
+    """Say of what size a step is, and nothing of whose or with what text."""
+    return {
+        "tokens": step.num_tokens,
+        "decodes": step.decodes,
+        "prompts": len(step.chunks) - step.decodes,
+        "longest_tokens": max([chunk.end for chunk in step.chunks]),
+        "prompts_scored": sum(
+            chunk.sequence.sampling.prompt_logprobs is not None for chunk in step.chunks
+        ),
+        "swapped_out": len(step.swapped_out),
+        "swapped_in": len(step.swapped_in),
+    }
 
 
 def swap(host: HostKv | None, step: Step) -> bool:

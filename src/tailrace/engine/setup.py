@@ -15,6 +15,7 @@ from tailrace.engine.block_manager import BlockManager
 from tailrace.engine.engine import Engine
 from tailrace.engine.garbage import collecting_nothing
 from tailrace.engine.gate import Gate
+from tailrace.engine.hang_watch import HangWatch
 from tailrace.engine.late_binding import LateBinding
 from tailrace.engine.pace import LEAST_SHARE, Pace
 from tailrace.engine.scheduler import Scheduler
@@ -381,6 +382,17 @@ def token_budget(config: EngineConfig) -> int:
     """Return the most tokens of a step: as set, or what suits the device."""
     usual = _GPU_TOKEN_BUDGET if config.gpus else _CPU_TOKEN_BUDGET
     return config.max_num_batched_tokens or max(usual, config.max_batch_size)
+
+
+def watched(
+    config: EngineConfig, loaded: Loaded, submit: Callable[..., Future[Any]]
+) -> Callable[..., Future[Any]]:
+    """Return `submit`, its steps watched from now on if a step has a limit (`--step-timeout-s`)."""
+    if not config.step_limit_s:
+        return submit
+    watch = HangWatch(submit, loaded.runner, config.step_limit_s)
+    watch.start()
+    return watch.submit
 
 
 def make_engine(config: EngineConfig, loaded: Loaded, submit: Callable[..., Future[Any]]) -> Engine:

@@ -51,6 +51,10 @@ class StepRunner(Protocol):
         """Make the memory of these units of KV real; on the runner's thread."""
         ...
 
+    def describe(self, prepared: Any) -> dict[str, object]:
+        """Say what a step is and what serves it, for the log, without waiting for anything."""
+        ...
+
     def check_device(self) -> None:
         """Raise where no further step can succeed in this process."""
         ...
@@ -79,6 +83,15 @@ class InFlight:
     @property
     def is_done(self) -> bool:
         """Whether waiting for it would take no time."""
-        if not self.result.done():
-            return False
-        return self.result.exception() is not None or self.result.result().is_done
+        return is_done(self.result)
+
+
+def is_done(result: Future[Executed]) -> bool:
+    """Return whether waiting for a step would take no time; does not wait.
+
+    Raises:
+        RuntimeError: The device is lost.
+    """
+    if not result.done():
+        return False
+    return result.exception() is not None or result.result().is_done

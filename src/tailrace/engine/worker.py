@@ -383,8 +383,9 @@ def _build(
         loading = executor.submit(setup.load, config, folder, times=times, grammars=grammars)
         loaded = _awaited(loading, mailbox)
     load_s = time.monotonic() - started_s
-    warmup_s = setup.warm_up(config, loaded, executor.submit, times) if config.warmup else 0.0
-    engine = setup.make_engine(config, loaded, executor.submit)
+    submit = setup.watched(config, loaded, executor.submit)
+    warmup_s = setup.warm_up(config, loaded, submit, times) if config.warmup else 0.0
+    engine = setup.make_engine(config, loaded, submit)
     # What is here stays for good. A full collection over it (torch's modules above all) takes
     # 77 ms, in the middle of a step; without it, nothing.
     gc.collect()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,6 +25,7 @@ from tailrace.clock import monotonic
 from tailrace.errors import EngineError, RequestError, TailraceError
 from tailrace.server.engine_client import EngineState, OutputQueue
 from tailrace.types import (
+    STEP_HUNG_STATUS,
     AbortRequests,
     EngineFatal,
     EngineMessage,
@@ -53,7 +55,7 @@ log = structlog.get_logger("tailrace.bridge")
 
 PING_INTERVAL_S = 1.0
 SILENCE_LIMIT_S = 60.0
-"""A ready engine that says nothing for so long is taken for hung: a step takes seconds at most."""
+"""A ready engine that says nothing for so long, beside a step, is taken for hung."""
 MAX_FAILED_STARTS = 5
 HEALTHY_LIFE_S = 30.0
 """An engine that lives shorter makes the next wait twice as long."""
@@ -65,6 +67,15 @@ STOPPING = "the server is stopping; this request was not finished"
 ENGINE_DIED = "the engine died while it held this request; it is being restarted, try again"
 
 
+def silence_limit_s(step_limit_s: float) -> float:
+    """Return for how long a ready engine may say nothing; infinite where a step has no limit.
+
+    An engine is silent while it waits for a step. It ends by itself where that hangs, after it has
+    written down what it knows (engine/hang_watch.py); this is for whatever else may hold it up.
+    """
+    return step_limit_s + SILENCE_LIMIT_S if step_limit_s else math.inf
+
+
 class Bridge:
     """Implements `EngineClient` over ZeroMQ, and keeps an engine process alive.
 
@@ -73,7 +84,7 @@ class Bridge:
         on_resolved: Told the model's folder each time an engine has found it.
         on_stats: Told every report of the engine.
         clock: Monotonic seconds.
-        silence_limit_s: See `SILENCE_LIMIT_S`.
+        silence_limit_s: Most seconds that a ready engine may say nothing.
         first_backoff_s: Wait before a restart; doubled after each short life.
     """
 
@@ -322,7 +333,7 @@ class Bridge:
             self._socket = None
             status = await exited
             self._process = None
-        self._cause = self._cause or f"the engine process ended with status {status}"
+        self._cause = self._cause or _cause_of(status)
         return self._state is EngineState.READY
 
     async def _talk_until(self, exited: asyncio.Task[int]) -> None:
@@ -446,3 +457,10 @@ class Bridge:
         self._reserved.clear()
         for request_id, queue in queues.items():
             queue.put_nowait(TokenOutput(request_id, [], finish_reason="error", error=why))
+
+
+def _cause_of(status: int) -> str:
+    ended = f"the engine process ended with status {status}"
+    if status == STEP_HUNG_STATUS:
+        return f"{ended}: the device did not end a step within --step-timeout-s"
+    return ended

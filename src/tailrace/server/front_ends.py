@@ -30,7 +30,7 @@ import structlog
 from tailrace.clock import monotonic
 from tailrace.errors import ConfigError, EngineError
 from tailrace.server import listening, serve
-from tailrace.server.bridge import GRACE_S, HEALTHY_LIFE_S, Bridge
+from tailrace.server.bridge import GRACE_S, HEALTHY_LIFE_S, Bridge, silence_limit_s
 from tailrace.server.orders import Drain, EngineDown, EngineUp, Family, Serving, Start, Word
 from tailrace.server.supervisor import Launcher
 from tailrace.telemetry.metrics import SHARED_FOLDER_VARIABLE
@@ -248,7 +248,12 @@ async def _watch(config: Config, keeper: socket.socket) -> int:
     metrics_folder.mkdir(mode=0o700)
     front_ends = FrontEnds(config, keeper.getsockname()[1], metrics_folder)
     launcher.front_ends, launcher._ends = front_ends, set()  # noqa: SLF001 -- ours
-    bridge = Bridge(launcher, on_resolved=lambda _: None, on_stats=lambda _: None)
+    bridge = Bridge(
+        launcher,
+        on_resolved=lambda _: None,
+        on_stats=lambda _: None,
+        silence_limit_s=silence_limit_s(config.engine.step_limit_s),
+    )
     stop = listening.stop_on_signals(signal.SIGTERM, signal.SIGINT)
     engine = asyncio.create_task(bridge.run())
     watching = asyncio.create_task(front_ends.run(bridge))

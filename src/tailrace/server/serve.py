@@ -23,7 +23,7 @@ from tailrace.clock import monotonic
 from tailrace.config import DEFAULT_MODEL
 from tailrace.errors import EngineError
 from tailrace.server.app import create_app
-from tailrace.server.bridge import GRACE_S, Bridge
+from tailrace.server.bridge import GRACE_S, Bridge, silence_limit_s
 from tailrace.server.connection import connection_class
 from tailrace.server.services import Services, TextServices
 from tailrace.telemetry.metrics import Metrics
@@ -146,7 +146,12 @@ def assemble(config: Config, source: EngineSource) -> tuple[Services, Bridge]:
             keep_what_is_here()
 
     rates = RateWindow()
-    bridge = Bridge(source, on_resolved=load_text, on_stats=rates.add)
+    bridge = Bridge(
+        source,
+        on_resolved=load_text,
+        on_stats=rates.add,
+        silence_limit_s=silence_limit_s(config.engine.step_limit_s),
+    )
     services = Services(
         config=config,
         engine=bridge,
