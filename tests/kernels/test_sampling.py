@@ -423,7 +423,8 @@ def test_what_a_row_does_not_ask_for_is_neither_written_nor_read(sampling_triton
     scratch = sampling_triton.SamplingScratch.allocate(len(MIXED), 4500, device)
     expected, _ = draw_by_triton(logits, case.rows(), scratch=scratch)
     has_weights = scratch.weights.isfinite().all(dim=1).tolist()
-    assert has_weights == [p.temperature != 0 for p in MIXED]
+    has_sums = (scratch.sums != torch.iinfo(torch.int64).max).any(dim=1).tolist()
+    assert has_weights == has_sums == [p.temperature != 0 for p in MIXED]
     # As many rows that ask for all of it, and now these again.
     everything = [params(top_k=99, top_p=0.7, min_p=0.1, seed=i, logprobs=0) for i in range(10)]
     draw_by_triton(-logits, Rows(everything, 4500).rows(), scratch=scratch)
