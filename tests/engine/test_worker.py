@@ -177,6 +177,14 @@ def test_a_worker_whose_step_cannot_be_queued_ends_with_a_status_of_its_own(chec
         assert client.process.wait(60) == STEP_HUNG_STATUS
 
 
+def test_a_worker_that_cannot_go_on_ends_though_its_runners_thread_waits(checkpoint):
+    with WorkerClient(config(checkpoint), command=hanging_engine.COMMAND) as client:
+        client.wait_ready()
+        client.add("lost", list(hanging_engine.LOST_PROMPT.encode()), max_tokens=5)
+        assert "the device is lost" in client.wait_for(EngineFatal).error
+        assert client.process.wait(60) == 1
+
+
 def test_the_socket_is_private(client):
     path = client.socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("ipc://")
     assert Path(path).stat().st_mode & 0o077 == 0

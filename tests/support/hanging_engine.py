@@ -27,6 +27,10 @@ FULL_QUEUE_PROMPT = "full"
 COMMAND = (sys.executable, "-m", "tests.support.hanging_engine")
 
 
+LOST_PROMPT = "lost"
+"""A step of one with this loses the device: it fails, and whatever comes next waits for ever."""
+
+
 class NeverDone:
     """A step on a device that does not end it; who waits for it waits as in C."""
 
@@ -39,7 +43,15 @@ class NeverDone:
 def hanging(loaded: Loaded) -> Loaded:
     runner, execute = loaded.runner, loaded.runner.execute
 
+    is_lost = threading.Event()
+
+    def check_device() -> None:
+        if is_lost.is_set():
+            raise RuntimeError("the device is lost")
+
     def execute_or_hang(prepared: Any) -> Any:
+        if is_lost.is_set():
+            threading.Event().wait()
         for chunk in prepared.step.chunks:
             # The tiny tokenizer's tokens are bytes.
             prompt = bytes(token for token in chunk.sequence.token_ids if token < 256)
@@ -47,9 +59,12 @@ def hanging(loaded: Loaded) -> Loaded:
                 return NeverDone()
             if FULL_QUEUE_PROMPT.encode() in prompt:
                 threading.Event().wait()
+            if LOST_PROMPT.encode() in prompt:
+                is_lost.set()
+                raise RuntimeError("this step lost the device")
         return execute(prepared)
 
-    runner.execute = execute_or_hang
+    runner.execute, runner.check_device = execute_or_hang, check_device
     return replace(loaded, runner=runner)
 
 

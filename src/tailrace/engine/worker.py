@@ -17,10 +17,11 @@ import signal
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import msgspec
 import structlog
@@ -337,13 +338,13 @@ def main() -> int:
             if not isinstance(error, TailraceError):
                 log.exception("start_failed")
             _announce_fatal(mailbox, error)
-            return 1
+            _leave()
         try:
             Worker(mailbox, engine, order.places).run()
         except Exception as error:  # a bug of ours: the front ends hear of it before we end
             log.exception("engine_failed")
             _announce_fatal(mailbox, error)
-            return 1
+            _leave()
     mailbox.close()
     return 0
 
@@ -359,6 +360,13 @@ def _announce_fatal(mailbox: Mailbox, error: Exception) -> None:
         if mailbox.has_company or monotonic() > give_up_s:
             break
     mailbox.close()
+
+
+def _leave() -> NoReturn:
+    """End the process with status 1, now: the runner's thread may be waiting for a lost device."""
+    with suppress(OSError, ValueError):  # standard error may be closed
+        sys.stderr.flush()
+    os._exit(1)
 
 
 def _build(
