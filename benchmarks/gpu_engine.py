@@ -42,6 +42,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from tailrace.config import DECODE_KERNELS
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -144,7 +146,7 @@ def parser_of_options() -> argparse.ArgumentParser:
         "--phase-priorities", nargs="+", type=priorities, metavar="DECODES,PROMPTS",
         help="with --mixed: without overlap, and with streams of which the higher goes first",
     )  # fmt: skip
-    parser.add_argument("--decode-kernels", choices=("auto", "hopper"), default="auto")
+    parser.add_argument("--decode-kernels", choices=DECODE_KERNELS, default="auto")
     parser.add_argument("--context-length", type=int, default=8192, help="what there is room for")
     parser.add_argument("--plan", default="off", help="as of tailrace serve, for what is timed")
     return parser

@@ -337,7 +337,8 @@ def report(case: Case, spread: str, ways: list[Way], arguments: argparse.Namespa
     if arguments.all and case.filter_name == "top_p 0.95":
         graphs["by a sort"] = captured(lambda: by_sort(case.logits))
     if case.filter_name == "greedy":
-        graphs["likeliest"] = captured(likeliest_of(case))
+        choose = likeliest_of(case)  # has what the graph reads and writes
+        graphs["likeliest"] = captured(choose)
         graphs["torch's maximum"] = captured(lambda: by_torch(case.logits))
     found = medians_us(graphs, arguments.replays)
     print(title, *(f"  {words} {us:.1f}" for words, us in found.items()), flush=True)

@@ -65,7 +65,7 @@ def test_runs_of_the_engine_under_different_settings_leave_a_file_each_that_name
         "fp8_activations": ("all",),
         "kv_cache_dtype": ("fp8",),
         "plan": ("auto", *map(str, plans)),
-        "decode_kernels": ("hopper",),
+        "decode_kernels": ("triton", "hopper"),
         "prefill_weights": ("same", "fp8"),
         "prefill_attention": ("triton", "hopper"),
         "phase_overlap": ("on", "off"),

@@ -201,7 +201,7 @@ AS_SERVED = {
     "fp8_activations": ("all", "many"),
     "kv_cache_dtype": ("fp8", "auto"),
     "prefill_attention": ("triton", "auto"),
-    "decode_kernels": ("hopper", "auto"),
+    "decode_kernels": ("triton", "auto"),
 }
 """Options that decide what is served: as they are asked for, and otherwise."""
 

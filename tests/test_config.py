@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.config import Config, EngineConfig, ServerConfig, cache_dir, load
+from tailrace.config import DECODE_KERNELS, Config, EngineConfig, ServerConfig, cache_dir, load
 from tailrace.errors import ConfigError
 
 
@@ -54,7 +54,8 @@ def test_the_block_size_is_a_unit_or_a_mix_of_sizes_over_the_smallest():
         ("prefill_weights", "bf16", "a CPU serves prompts by the same weights; use auto or same"),
         ("prefill_attention", "hoper", "did you mean 'hopper'"),
         ("prefill_attention", "triton", "both kernels are a GPU's; .* name a GPU with --gpus"),
-        ("decode_kernels", "triton", "--decode-kernels triton: must be one of auto, hopper"),
+        ("decode_kernels", "hoper", "did you mean 'hopper'"),
+        ("decode_kernels", "triton", "they are a GPU's; .* name a GPU with --gpus"),
         ("decode_kernels", "hopper", "they are a GPU's; .* name a GPU with --gpus"),
         ("phase_overlap", "yes", "--phase-overlap"),
         ("phase_overlap", "on", "a GPU's streams and a second copy .* name a GPU with --gpus"),
@@ -79,6 +80,11 @@ def test_a_value_out_of_range_or_not_available_is_refused_by_name(setting, value
 def test_a_gpu_keeps_kv_in_the_weights_dtype_or_in_float8(name):
     config = load({"gpus": "0", "kv_cache_dtype": name}, environ={}).engine
     assert config.kv_is_float8 == name.startswith("fp8")
+
+
+def test_hoppers_kernels_may_decode_unless_tritons_are_asked_for():
+    asked = [EngineConfig(gpus=(0,), decode_kernels=name) for name in DECODE_KERNELS]
+    assert [config.may_decode_by_hopper for config in asked] == [True, False, True]
     with pytest.raises(ConfigError, match="weights' dtype, float16, or in fp8"):
         load({"gpus": "0", "dtype": "float16", "kv_cache_dtype": "bfloat16"}, environ={})
 

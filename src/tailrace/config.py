@@ -26,7 +26,7 @@ QUANT_TYPES = ("auto", "none", "awq", "fp8", "compressed-tensors")
 FP8_ACTIVATIONS = ("many", "all")
 PREFILL_WEIGHTS = ("auto", "same", "fp8", "int8", "bf16")
 PREFILL_ATTENTION = ("auto", "triton", "hopper")
-DECODE_KERNELS = ("auto", "hopper")
+DECODE_KERNELS = ("auto", "triton", "hopper")
 PHASE_OVERLAP = ("auto", "on", "off")
 _GPU_ITL_TARGET_S = 0.03
 _GPU_STEP_LIMIT_S = 120.0
@@ -84,10 +84,9 @@ class EngineConfig:
     )
     decode_kernels: str = setting(
         "auto",
-        "What computes decodes on a GPU. hopper: attention (128 dimensions a head) and products in "
-        "half precision by kernels for Hopper GPUs that make a decode step 5 to 10 % faster, and "
-        "under which a server hung once, on a GPU that another process used as well | auto: what "
-        "served before those.",
+        "What computes decodes' attention, and products of few rows in half precision, on a GPU. "
+        "hopper: kernels for Hopper GPUs (128 dimensions a head), an error where they cannot | "
+        "triton: those that serve on every GPU | auto: hopper where they can, else triton.",
     )
     phase_overlap: str = setting(
         "auto",
@@ -207,6 +206,11 @@ class EngineConfig:
     def kv_is_float8(self) -> bool:
         """Whether KV is kept in float8 (e4m3); "fp8_e4m3" is its longer name."""
         return self.kv_cache_dtype in ("fp8", "fp8_e4m3")
+
+    @property
+    def may_decode_by_hopper(self) -> bool:
+        """Whether kernels for Hopper GPUs may compute decodes."""
+        return self.decode_kernels != "triton"
 
     @property
     def itl_target_s(self) -> float:

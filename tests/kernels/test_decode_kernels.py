@@ -112,9 +112,7 @@ def test_a_plan_is_asked_about_shapes_of_the_kernel_that_serves(on_hopper, group
 
 
 @pytest.mark.parametrize("is_float8", [False, True], ids=["half", "float8"])
-def test_a_plan_made_without_hoppers_kernel_does_not_undo_that_it_is_asked_for(
-    on_hopper, is_float8
-):
+def test_a_plan_made_without_hoppers_kernel_does_not_undo_that_it_serves(on_hopper, is_float8):
     kv_dtype = FLOAT8 if is_float8 else torch.float16
     tables = decode_candidates(128, (9, 0), is_float8=is_float8)
     usual, ring, *_ = hopper_shapes(is_float8=is_float8)
@@ -165,12 +163,17 @@ def test_what_is_asked_for_and_cannot_serve_is_an_error_that_says_why(on_hopper)
     model = SimpleNamespace(config=heads)
     asked = replace(EngineConfig(), gpus=(0,), decode_kernels="hopper")
     attend_as_asked(asked, kernels_over(), model, torch.float16)
-    not_asked = kernels_over(asked=False)
-    attend_as_asked(replace(asked, decode_kernels="auto"), not_asked, model, torch.float16)
+    attend_as_asked(
+        replace(asked, decode_kernels="triton"), kernels_over(asked=False), model, torch.float16
+    )
     for known, reason in (
         ({"head_dim": 64}, "64 dimensions a head, and the kernel was timed at 128"),
         ({"num_heads": 64}, "16 query heads share one of KV, and the kernel was timed up to 8"),
     ):
         other = SimpleNamespace(config=SimpleNamespace(**vars(heads) | known))
-        with pytest.raises(ConfigError, match=f"--decode-kernels hopper: .*{reason}; leave it out"):
+        with pytest.raises(ConfigError, match=f"--decode-kernels hopper: .*{reason}; use auto"):
             attend_as_asked(asked, kernels_over(), other, torch.float16)
+        by_triton = kernels_over()
+        attend_as_asked(replace(asked, decode_kernels="auto"), by_triton, other, torch.float16)
+        group = other.config.num_heads // other.config.num_kv_heads
+        assert not is_hopper(by_triton.decode_shape(other.config.head_dim, group))

@@ -503,7 +503,7 @@ def _load_on_gpu(
         device,
         dtype,
         rounds_all=config.fp8_activations == "all",
-        hopper_decodes=config.decode_kernels == "hopper",
+        hopper_decodes=config.may_decode_by_hopper,
     )
     served = load_model(folder, dtype=dtype, kernels=kernels, quant_type=config.quant_type)
     check_fp8_activations(config, served)

@@ -134,7 +134,7 @@ def load_weights(
         device,
         dtype,  # type: ignore[arg-type]  # checked by the config
         rounds_all=config.fp8_activations == "all",
-        hopper_decodes=config.decode_kernels == "hopper",
+        hopper_decodes=config.may_decode_by_hopper,
     )
     model = load_model(
         folder,
@@ -179,12 +179,12 @@ def attend_as_asked(
     kernels.serve_prompts_by(
         config.prefill_attention, head_dim=heads.head_dim, kv_dtype=kv_dtype, unit=unit
     )
-    if config.decode_kernels == "auto":
+    if config.decode_kernels != "hopper":
         return
     group = heads.num_heads // heads.num_kv_heads
     reason = kernels.why_no_hopper_decodes(heads.head_dim, kv_dtype, unit, group)
     if reason is not None:
-        raise ConfigError(f"--decode-kernels hopper: {reason}; leave it out")
+        raise ConfigError(f"--decode-kernels hopper: {reason}; use auto or triton")
 
 
 def measure_plan(config: EngineConfig, folder: Path, out: Path | None) -> tuple[Plan, Path]:

@@ -85,7 +85,7 @@ def apply(
     """Let the plan's winners serve.
 
     Where one kernel alone may serve prompts (`TritonKernels.serve_prompts_by`), the best of its
-    shapes does, by the same times. Where Hopper's is asked for decodes' attention, a plan that was
+    shapes does, by the same times. Where Hopper's serves decodes' attention, a plan that was
     measured without it does not undo that.
 
     Args:
