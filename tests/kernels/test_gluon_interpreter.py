@@ -7,6 +7,8 @@ not in a result that happened to be wrong.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -26,6 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tailrace.kernels.paged_attention.triton_hopper_float8_kv import DEAL_HIGHER, DEAL_LOWER, WIDEN
 from tests.kernels.gluon_interpreter import GluonFaultError, Interpreter, registers
 from tests.kernels.gluon_interpreter.assembly import MEANINGS
+from tests.kernels.gluon_interpreter.machine import Copy, Machine, Partition
 from tests.kernels.gluon_interpreter.shared_memory import _addresses
 from tests.kernels.gluon_interpreter.values import Array, array, plain
 
@@ -445,3 +448,20 @@ def test_programs_meet_at_atomics(fault):
             continue
         with pytest.raises(GluonFaultError, match=r"race: a (load|store) of (parts|out)_ptr\["):
             Interpreter(meeting_kernel, seed=seed)[(5,)](*arguments)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("seed", range(6))
+def test_what_a_copy_raises_when_its_partition_has_ended_ends_the_program(seed):
+    """And holds nobody up who waits for it."""
+    machine = Machine(str(seed), itertools.count())
+
+    def fail():
+        raise ValueError("no such place")
+
+    work = [
+        (Partition("asks", 4), lambda: machine.copies.append(Copy("a copy", fail))),
+        (Partition("waits", 4), lambda: machine.wait(lambda: False, lambda: "it")),
+    ]
+    with pytest.raises(ValueError, match="no such place"):
+        machine.specialize(work)

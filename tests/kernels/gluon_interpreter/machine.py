@@ -252,11 +252,14 @@ class Machine:
         is_inference = torch.is_inference_mode_enabled()
 
         def run(partition: Partition, function: Callable[[], None]) -> None:
+            with torch.inference_mode(is_inference):
+                work_off(partition, function)
+
+        def work_off(partition: Partition, function: Callable[[], None]) -> None:
             partition.turn.acquire()
             try:
                 if self._fault is None:
-                    with torch.inference_mode(is_inference):
-                        function()
+                    function()
                     self._leave(partition)
             except _AbandonedError:
                 pass
@@ -293,7 +296,7 @@ class Machine:
         if self._fault is None:
             try:
                 self.current = self._next()
-            except GluonFaultError as error:
+            except BaseException as error:  # noqa: BLE001 - it is raised again where all is run
                 self._fault = error
         if self._fault is not None:
             self.current = left[0]
