@@ -335,7 +335,8 @@ def int4(device: torch.device, *, any_shape: bool) -> Maker:
 
 
 def mixed(device: torch.device, *, any_shape: bool) -> Maker:  # noqa: ARG001 - the server's own
-    sizes, width, dtype = Sizes.of(device), HEADS * DIM, dtype_on(device)
+    sizes, dtype = Sizes.of(device), dtype_on(device)
+    heads, width = HEADS * DIM, sizes.head[1]
     kernels = TritonKernels(
         device,
         str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
@@ -347,14 +348,12 @@ def mixed(device: torch.device, *, any_shape: bool) -> Maker:  # noqa: ARG001 - 
         rows=sizes.rows, sequences=2 * sizes.rows, num_heads=HEADS, num_kv_heads=KV_HEADS,
         head_dim=DIM, max_kv_len=sizes.rooms[0],
     )  # fmt: skip
-    layers = ((width, width), (2 * sizes.inner, width), (width, sizes.inner))
+    layers = ((width, heads), (2 * sizes.inner, width), (width, sizes.inner))
     o, gate_up, down = (
         kernels.pack_linear(quantize_channels(matrix(*layer, device)), None, kernels.name_of_dtype)
         for layer in layers
     )
-    head = kernels.pack_linear(
-        matrix(sizes.head[0], width, device).to(dtype), None, kernels.name_of_dtype
-    )
+    head = kernels.pack_linear(matrix(*sizes.head, device).to(dtype), None, kernels.name_of_dtype)
 
     def make(rng: Random) -> Job:
         chunks = prompts(rng, sizes) if rng.random() < 0.6 else []
@@ -374,7 +373,7 @@ def mixed(device: torch.device, *, any_shape: bool) -> Maker:  # noqa: ARG001 - 
             for into, found in zip(out, (attention, x, logits), strict=True):
                 into.copy_(found)
 
-        shapes = ((len(case.q), width), (len(case.q), width), (drawn, sizes.head[0]))
+        shapes = ((len(case.q), heads), (len(case.q), width), (drawn, sizes.head[0]))
         words = f"{cut_words(lens)}, chunks {chunks}, {len(batch.tiles)} tiles, {drawn} logits"
         return Job(words, shapes, launch, dtype, may_depend=not chunks)
 

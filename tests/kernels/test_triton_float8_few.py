@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -26,6 +28,7 @@ from tailrace.kernels.linear.workspace import Workspace
 from tailrace.kernels.triton_kernels import TritonKernels
 from tests.kernels.compare import assert_close
 from tests.kernels.paged import NAN
+from tests.support.pairs import dealt
 
 QUANTIZE = {"channel": quantize_channels, "block128": quantize_blocks}
 SIZES = [(1, 128, 48), (7, 576, 144), (17, 304, 80), (33, 640, 208), (128, 1040, 208)]
@@ -69,10 +72,12 @@ def scratch_for(on_triton, outputs):
     return workspace.scratch
 
 
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), SIZES)
-@pytest.mark.parametrize("scheme", QUANTIZE)
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_it_equals_the_product_of_what_is_held(on_triton, rows, inputs, outputs, scheme, with_bias):
+@pytest.mark.parametrize(
+    ("sizes", "scheme", "with_bias"), dealt(itertools.product(SIZES, QUANTIZE), (False, True))
+)
+def test_it_equals_the_product_of_what_is_held(on_triton, sizes, scheme, with_bias):
+    """Each size and each scheme, with a bias and without."""
+    rows, inputs, outputs = sizes
     weight = QUANTIZE[scheme](torch.randn(outputs, inputs) * inputs**-0.5)
     device, dtype = on_triton.kernels.device, on_triton.kernels.dtype
     x = rounded(on_triton, rows, inputs, scheme)

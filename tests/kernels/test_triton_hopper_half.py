@@ -14,6 +14,7 @@ import torch
 from tailrace.errors import EngineError
 from tailrace.kernels.dependent_launch import dependent_launches
 from tailrace.kernels.linear.workspace import Workspace
+from tests.support.pairs import dealt
 
 hopper = pytest.importorskip(
     "tailrace.kernels.linear.triton_hopper_half", reason="Triton with Gluon is not installed"
@@ -90,9 +91,9 @@ def multiplied(
     return x, out[1:-1], on_gluon.error(x, bias, out[1:-1], weight)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize(("block", "shape"), KINDS, ids=str)
+@pytest.mark.parametrize(("block", "shape", "dtype"), dealt(KINDS, (BF16, FP16)), ids=str)
 def test_it_equals_the_product(monkeypatch, block, shape, dtype):
+    """Each tile of rows and each shape that has several, in both halves."""
     torch.manual_seed(block)
     layer = Layer(multiprocessors=2)
     is_ahead = shape.is_ahead(block)
