@@ -31,9 +31,13 @@ def has_smollm2() -> None:
 
 @pytest.fixture(scope="session")
 def smollm2(has_smollm2, tmp_path_factory) -> Iterator[LocalServer]:
-    """`tailrace serve` with no model and no setting of its own."""
+    """`tailrace serve` with no model of its own.
+
+    By one thread: two take twice a processor's time for a token, and longer for it where the other
+    processor is a worker's. On all cores it is started in test_chat_answer.py.
+    """
     log_file = tmp_path_factory.mktemp("smollm2") / "server.log"
-    with LocalServer(log_file=log_file) as server:
+    with LocalServer(("--threads", "1"), log_file=log_file) as server:
         yield server
 
 

@@ -164,7 +164,7 @@ def test_the_embedded_model_is_not_known_to_call_tools(client, model):
 def calling(request, has_smollm2, tmp_path_factory):
     """A client of a server that was told how its model calls."""
     log_file = tmp_path_factory.mktemp(request.param) / "server.log"
-    settings = ("--tool-call-parser", request.param, "--no-warmup")
+    settings = ("--tool-call-parser", request.param, "--no-warmup", "--threads", "1")
     with LocalServer(settings, log_file=log_file) as server, connect(server) as connected:
         yield connected
 
