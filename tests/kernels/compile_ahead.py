@@ -745,6 +745,21 @@ def dependence(compiled: Any) -> dict[str, int]:
     }
 
 
+_BARRIER = re.compile(r"^\s*(%\S+) = ttg\.local_alloc .*memdesc<(?:\d+x)*i64,", re.MULTILINE)
+
+
+def loose_barriers(ttgir: str) -> list[str]:
+    """Return the barriers that are not handed to a kernel's partitions of warps.
+
+    Their memory is free for others after their last use, and no barrier may lie there then that
+    was not invalidated (PTX ISA, mbarrier.inval): it comes back over what is written there, where
+    contexts are switched.
+    """
+    handed = re.findall(r"ttg\.warp_specialize\(([^)]*)\)", ttgir)
+    given = {name for names in handed for name in names.split(", ")}
+    return [name for name in _BARRIER.findall(ttgir) if name not in given]
+
+
 def assembler(compiled: Any) -> str:
     """Return the machine's own code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -870,6 +885,7 @@ def found(kind: int, *, with_all: bool = False) -> Iterator[str]:
         if case.source is GluonASTSource:
             code = assembler(compiled)
             entry["faults"] = machine_code.faults(code, entry["registers"])
+            entry["loose_barriers"] = loose_barriers(compiled.asm["ttgir"])
             if case.kernel is triton_hopper_prefill.hopper_prefill_kernel:
                 entry["overlap"] = overlap(code)
             if case.kernel is triton_hopper_float8.float8_hopper_kernel:

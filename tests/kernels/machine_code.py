@@ -2,14 +2,21 @@
 
 A product of a Hopper GPU runs on while its warps do. Its sums, and a left side that lies in
 registers, must be left alone until a wait covers it: the assembler takes care, if it knows. And a
-warp that has handed registers over must not name them. Every path through the code is followed,
-with the products in flight on it and the registers that the warp has there.
+warp that has handed registers over must not name them.
+
+What is fetched from shared memory must be in registers before the warps meet and one of them hands
+the memory back: a load that has only been asked for may be made after the next copy is there, if
+contexts are switched meanwhile. An instruction that names its register has waited for it, and so
+has a fence. Loads after the last wait at a barrier count: those before may be from elsewhere.
+
+Every path through the code is followed, with the products in flight on it, the registers that the
+warp has there and the loads that nothing has waited for.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,6 +28,8 @@ _PRODUCT = re.compile(r"[A-Z]GMMA\.64x(\d+)x")
 _OPERANDS = re.compile(r"R(\d+), (?:R(\d+), )?gdesc")
 _MOST_GROUPS = 8
 """In flight at a time, of what we write."""
+_HANDS_BACK = "SYNCS.ARRIVE.TRANS64.A1T0"
+"""An arrival that expects no bytes."""
 _ENDS = ("EXIT", "RET", "BRX", "BRA")
 
 
@@ -49,6 +58,12 @@ class Instruction:
             found.update(range(int(number), int(number) + (2 if is_pair else 1)))
         return found
 
+    def loaded(self) -> set[int]:
+        """Return the registers that it loads from shared memory."""
+        if not self.name.startswith(("LDS", "LDSM")):
+            return set()
+        return replace(self, operands=self.operands.split(", ")[0]).registers()
+
 
 @dataclass(frozen=True)
 class State:
@@ -62,6 +77,10 @@ class State:
     """Of the group that is not closed yet."""
     sums: frozenset[int] = frozenset()
     """Of all those, the ones that hold sums."""
+    loads: frozenset[int] = frozenset()
+    """Registers that loads from shared memory since the last wait are on their way to."""
+    is_early: bool = False
+    """Whether there were such when the warps met last."""
 
 
 def _parsed(code: str) -> tuple[list[Instruction], dict[str, int]]:
@@ -96,11 +115,13 @@ def _multiplied(state: State, operands: str, columns: int) -> tuple[State, str]:
         fault = "sums go where a left side is being read"
     current = state.current | sums | left
     known = state.sums | sums
+    state = replace(state, loads=state.loads - left - sums)
     if len(state.groups) == _MOST_GROUPS:
         return state, "products that nobody waits for"
     if "gsb0" in operands:
-        return State(state.share, (*state.groups, current), frozenset(), known), fault
-    return State(state.share, state.groups, current, known), fault
+        groups = (*state.groups, current)
+        return replace(state, groups=groups, current=frozenset(), sums=known), fault
+    return replace(state, current=current, sums=known), fault
 
 
 def _stepped(state: State, instruction: Instruction) -> tuple[State, str]:
@@ -115,11 +136,22 @@ def _stepped(state: State, instruction: Instruction) -> tuple[State, str]:
         left = int(operands.split(", ")[1], 16)
         groups = state.groups[len(state.groups) - left :] if left else ()
         busy = state.current.union(*groups)
-        state = State(state.share, groups, state.current, state.sums & busy)
+        state = replace(state, groups=groups, sums=state.sums & busy)
     elif name.startswith("USETMAXREG"):
-        state = State(int(operands.split(", ")[-1], 16), state.groups, state.current, state.sums)
+        state = replace(state, share=int(operands.split(", ")[-1], 16))
+    elif name.startswith(("SYNCS.PHASECHK", "MEMBAR")):
+        state = replace(state, loads=frozenset(), is_early=False)
+    elif name.startswith("BAR.SYNC"):
+        state = replace(state, is_early=bool(state.loads))
+    elif name.startswith(_HANDS_BACK):
+        # A barrier of one arrival needs no meeting: then what is on its way here counts.
+        if state.is_early or state.loads:
+            fault = "memory is handed back from which a load is on its way"
     elif named & state.current.union(*state.groups):
         fault = "a register of a product in flight"
+    if not product:
+        loaded = instruction.loaded()
+        state = replace(state, loads=state.loads - named | loaded)
     if not fault and named and max(named) >= state.share:
         fault = f"a register beyond the {state.share} of its warp"
     return state, fault

@@ -32,6 +32,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -109,6 +110,10 @@ def _unit(accs, rings, bars, slot, block_scales, sums: gl.constexpr):
         part = begun
     done = warpgroup_mma_wait(0, deps=[part])
     accs = _added(accs, BANDS - 1, done, rings, slot, block_scales)
+    if len(rings) == 3:
+        # The assembler leaves scales on their way past the barrier: the next copy is to find them
+        # gone.
+        fence_async_shared()
     gl.thread_barrier()  # all warps are done with the slot
     mbarrier.arrive(free.index(slot), count=1)
     return accs

@@ -148,7 +148,6 @@ def _consume_narrow(  # noqa: C901 - as compiled, each order has few branches
                 acc0 += part0 * scale_of(meta0)
             if UNITS == 2:
                 before = slot
-                before1 = meta1
                 slot += 1
                 if slot == STAGES:
                     slot = 0
@@ -157,13 +156,13 @@ def _consume_narrow(  # noqa: C901 - as compiled, each order has few branches
                 x = x_ring.index(slot).permute((1, 0))
                 codes = codes_ring.index(slot)
                 meta0 = meta_of(meta_ring, slot, side * SIDE, HALF, sums)
-                meta1 = meta_of(meta_ring, slot, side * SIDE + HALF, HALF, sums)
                 w0 = weights(codes.slice(side * SIDE, HALF).load(left), meta0, dtype, left)
                 part0 = warpgroup_mma(w0, x, zero, use_acc=False, is_async=True)
                 part1, w1 = warpgroup_mma_wait(1, deps=[part1, w1])
                 gl.thread_barrier()
                 mbarrier.arrive(free.index(before), count=1)
-                acc1 += part1 * scale_of(before1)
+                acc1 += part1 * scale_of(meta1)
+                meta1 = meta_of(meta_ring, slot, side * SIDE + HALF, HALF, sums)
                 w1 = weights(codes.slice(side * SIDE + HALF, HALF).load(left), meta1, dtype, left)
                 part1 = warpgroup_mma(w1, x, zero, use_acc=False, is_async=True)
                 part0, w0 = warpgroup_mma_wait(1, deps=[part0, w0])
