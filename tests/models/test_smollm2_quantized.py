@@ -74,11 +74,11 @@ def tokens(source):
 
 
 def config(folder, **settings):
-    return EngineConfig(model_path=str(folder), **settings)
+    return EngineConfig(model_path=str(folder), threads=1, **settings)
 
 
 def logits(folder, tokens, quant_type="auto"):
-    kernels = select("auto", 2)
+    kernels = select("auto", 1)
     model = load_model(folder, dtype="float32", kernels=kernels, quant_type=quant_type)
     return PagedRun(model, max_tokens=len(tokens)).step({0: tokens})
 
