@@ -80,13 +80,13 @@ def test_a_value_out_of_range_or_not_available_is_refused_by_name(setting, value
 def test_a_gpu_keeps_kv_in_the_weights_dtype_or_in_float8(name):
     config = load({"gpus": "0", "kv_cache_dtype": name}, environ={}).engine
     assert config.kv_is_float8 == name.startswith("fp8")
+    with pytest.raises(ConfigError, match="weights' dtype, float16, or in fp8"):
+        load({"gpus": "0", "dtype": "float16", "kv_cache_dtype": "bfloat16"}, environ={})
 
 
 def test_hoppers_kernels_may_decode_unless_tritons_are_asked_for():
     asked = [EngineConfig(gpus=(0,), decode_kernels=name) for name in DECODE_KERNELS]
     assert [config.may_decode_by_hopper for config in asked] == [True, False, True]
-    with pytest.raises(ConfigError, match="weights' dtype, float16, or in fp8"):
-        load({"gpus": "0", "dtype": "float16", "kv_cache_dtype": "bfloat16"}, environ={})
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
