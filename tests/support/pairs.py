@@ -7,7 +7,6 @@ of them is still seen.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -22,15 +21,16 @@ def dealt(
 
     What several cases share meets both.
     """
-    met: Counter[tuple[Hashable, Hashable]] = Counter()
+    met: Counter[tuple[int, Hashable, Hashable]] = Counter()
+    """How often a part of a case, by its place there, has stood beside a value."""
 
     def merit(case: Sequence[Hashable], value: Hashable) -> tuple[int, int]:
-        counts = [met[part, value] for part in case]
+        counts = [met[place, part, value] for place, part in enumerate(case)]
         return counts.count(0), -sum(counts)
 
     found = []
     for case in cases:
         value = max(values, key=lambda value, case=case: merit(case, value))
-        met.update(itertools.product(case, [value]))
+        met.update((place, part, value) for place, part in enumerate(case))
         found.append((*case, value))
     return found

@@ -18,6 +18,13 @@ def test_every_part_meets_both_values(rows, columns):
     assert len({(column, value) for _, column, value in found}) == 2 * columns
 
 
+def test_a_part_meets_both_values_whatever_is_at_another_place():
+    """A 1 among rows and a 1 among columns are two parts."""
+    found = dealt(itertools.product((0, 1), (0, 1, 2)), (False, True))
+    assert len({(row, value) for row, _, value in found}) == 4
+    assert len({(column, value) for _, column, value in found}) == 6
+
+
 def test_what_only_some_cases_share_meets_both_too():
     cases = [(16, "a"), (16, "b"), (16, "c"), (32, "b"), (32, "d"), (64, "d"), (64, "a")]
     assert {(name, value) for _, name, value in dealt(cases, (0, 1))} >= set(
