@@ -6,7 +6,7 @@
         [--plan auto|FILE] [--phase-overlap on|off]
         [--mixed DECODESxCONTEXTxTOKENS ... [--phase-priorities DECODES,PROMPTS ...]]
     PYTHONPATH=src:. python benchmarks/gpu_engine.py --out DIR --launches [--weights ...]
-        [--plan ...] [--decode-kernels hopper]
+        [--plan ...] [--decode-kernels triton]
 
 Mixed: nothing but steps of so many decodes at a context and prompts that fill the tokens, by an
 engine of that budget, so that the step is captured as it is in serving. With priorities, once
