@@ -254,7 +254,7 @@ class TritonKernels:
             group: Query heads of a KV head.
         """
         if not self._hopper_decodes:
-            return "it was not asked for"
+            return "Hopper's kernels for decodes are left out"
         if group > TIMED_GROUP:
             return (
                 f"{group} query heads share one of KV, and the kernel was timed up to {TIMED_GROUP}"

@@ -41,8 +41,9 @@ SERVED: tuple[tuple[int, int, tuple[str, str, str, str]], ...] = (
     (0, 40_000_000, (_SLICES, _SLICES, ELSEWHERE, ELSEWHERE)),
     (0, 0, (_SLICES, _SLICES, _SLICES, ELSEWHERE)),
 )
-"""What serves without a plan: the least outputs and weights of a layer, the first line that holds;
-and by up to 16, 32, 64 and 128 rows a name as a plan and gpu_half.py have it.
+"""What serves without a plan, unless --decode-kernels triton leaves it out: the least outputs and
+weights of a layer, the first line that holds; and by up to 16, 32, 64 and 128 rows a name as a plan
+and gpu_half.py have it.
 
 More tiles of 64 outputs than multiprocessors, for which slices would wait; and by sizes the rest.
 A name that does not fit a layer leaves it as elsewhere.
