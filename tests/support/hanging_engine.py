@@ -24,11 +24,9 @@ PROMPT = "hang"
 """A step of a prompt with this in it is queued, and never done."""
 FULL_QUEUE_PROMPT = "full"
 """One with this is never even queued: the runner's thread waits for the device."""
-COMMAND = (sys.executable, "-m", "tests.support.hanging_engine")
-
-
 LOST_PROMPT = "lost"
 """A step of one with this loses the device: it fails, and whatever comes next waits for ever."""
+COMMAND = (sys.executable, "-m", "tests.support.hanging_engine")
 
 
 class NeverDone:
