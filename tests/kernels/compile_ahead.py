@@ -754,10 +754,17 @@ def loose_barriers(ttgir: str) -> list[str]:
     Their memory is free for others after their last use, and no barrier may lie there then that
     was not invalidated (PTX ISA, mbarrier.inval): it comes back over what is written there, where
     contexts are switched.
+
+    Raises:
+        ValueError: There is none at all: every kernel of ours in Gluon has some, so that is not how
+            Triton writes them.
     """
+    barriers = _BARRIER.findall(ttgir)
+    if not barriers:
+        raise ValueError("no barrier is found in what Triton made of a kernel in Gluon")
     handed = re.findall(r"ttg\.warp_specialize\(([^)]*)\)", ttgir)
     given = {name for names in handed for name in names.split(", ")}
-    return [name for name in _BARRIER.findall(ttgir) if name not in given]
+    return [name for name in barriers if name not in given]
 
 
 def assembler(compiled: Any) -> str:

@@ -112,6 +112,11 @@ def test_barriers_that_no_partition_has_are_found():
     assert loose_barriers(ALLOCATED.replace(", %turns)", ")")) == ["%turns"]
 
 
+def test_code_in_which_barriers_are_written_otherwise_is_not_taken_for_sound():
+    with pytest.raises(ValueError, match="no barrier is found"):
+        loose_barriers(ALLOCATED.replace("xi64", "xi64b"))
+
+
 def test_products_that_nobody_waits_for_are_found():
     code = LOOP.replace("WARPGROUP.DEPBAR.LE gsb0, 0x1", "NOP")
     code = code.replace("WARPGROUP.DEPBAR.LE gsb0, 0x0", "NOP").replace(
