@@ -892,6 +892,7 @@ def found(kind: int, *, with_all: bool = False) -> Iterator[str]:
         if case.source is GluonASTSource:
             code = assembler(compiled)
             entry["faults"] = machine_code.faults(code, entry["registers"])
+            entry["hand_backs"] = machine_code.hand_backs(code)
             entry["loose_barriers"] = loose_barriers(compiled.asm["ttgir"])
             if case.kernel is triton_hopper_prefill.hopper_prefill_kernel:
                 entry["overlap"] = overlap(code)

@@ -162,6 +162,11 @@ def _targets(instruction: Instruction, labels: dict[str, int]) -> Iterator[int]:
         yield labels[label]
 
 
+def hand_backs(code: str) -> int:
+    """Return how many instructions hand memory back: each kernel with a ring has some."""
+    return sum(line.name.startswith(_HANDS_BACK) for line in _parsed(code)[0])
+
+
 def faults(code: str, registers: int) -> list[str]:
     """Return what is wrong on any path: nothing, or lines of the code and why.
 

@@ -122,6 +122,8 @@ def test_every_kernel_compiles_within_the_gpus_means(kind, pytestconfig, tmp_pat
         assert entry["shared"] <= SHARED_BYTES[kind], entry
         assert entry.get("faults", []) == [], entry
         assert entry.get("loose_barriers", []) == [], entry
+        # Else they are written otherwise, and no load was looked for before one.
+        assert entry.get("hand_backs", 1) > 0, entry
         if entry["name"].startswith("hopper_prefill"):
             # Both sides, with a mask and without: a thread's weights are softened while values
             # are multiplied.

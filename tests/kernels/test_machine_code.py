@@ -74,6 +74,11 @@ def test_memory_is_handed_back_when_what_is_fetched_from_it_is_there():
     assert machine_code.faults(RING, 168) == []
 
 
+def test_instructions_that_hand_memory_back_are_known():
+    assert machine_code.hand_backs(RING) == 1
+    assert machine_code.hand_backs(RING.replace("SYNCS.ARRIVE.TRANS64.A1T0", "SYNCS.A1T0")) == 0
+
+
 @pytest.mark.parametrize(
     ("change", "is_early"),
     [
