@@ -189,7 +189,7 @@ def test_a_killed_engine_fails_what_it_held_and_is_replaced(tiny_server):
 
 def test_a_step_that_hangs_ends_the_engine_which_is_replaced(tiny_folder, tmp_path):
     log_file = tmp_path / "server.log"
-    settings = (*tiny_settings(tiny_folder), "--step-timeout-s", "2")
+    settings = (*tiny_settings(tiny_folder), "--step-timeout-s", "4")
     body = {"prompt": "abc", "max_tokens": 8000, "ignore_eos": True}
     command = (*hanging_engine.COMMAND, "serve")
     hanging = LocalServer(settings, log_file=log_file, command=command)

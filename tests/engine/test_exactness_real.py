@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import TYPE_CHECKING
 
 import pytest
 from tokenizers import Tokenizer
@@ -12,6 +13,9 @@ from tailrace.kernels.select import select
 from tailrace.models.loader import load_model
 from tests.engine.test_exactness import Model, generate
 from tests.support.layers import every_fifth_layer
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,10 +34,18 @@ NEW_TOKENS = 30
 
 
 @pytest.fixture(scope="module")
-def model(smollm2_folder, tmp_path_factory) -> Model:
+def folder(smollm2_folder, tmp_path_factory) -> Path:
     """Of its real weights; what is said of blocks does not hang on how many layers there are."""
-    folder = every_fifth_layer(smollm2_folder, tmp_path_factory.mktemp("part") / "smollm2")
-    return Model(load_model(folder, dtype="float32", kernels=select("auto", 1)))
+    return every_fifth_layer(smollm2_folder, tmp_path_factory.mktemp("part") / "smollm2")
+
+
+@pytest.fixture(scope="module")
+def model(folder) -> Model:
+    return by_threads(folder, 1)
+
+
+def by_threads(folder: Path, count: int) -> Model:
+    return Model(load_model(folder, dtype="float32", kernels=select("auto", count)))
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +81,12 @@ def test_lent_blocks_preemptions_and_hits_leave_the_answers_as_they_are(
     for _ in range(2):
         assert generate(engine, prompts, NEW_TOKENS) == alone
     assert engine.scheduler.blocks.hit_tokens_total >= 4 * 32
+
+
+def test_company_leaves_the_answers_as_they_are_by_two_threads(folder, prompts):
+    two = by_threads(folder, 2)
+    answers = [generate(two.engine(budget=1000), [prompt], NEW_TOKENS)[0] for prompt in prompts[:2]]
+    assert generate(two.engine(budget=48), prompts, NEW_TOKENS)[:2] == answers
 
 
 @pytest.mark.parametrize("block_size", ["auto", "16"])

@@ -168,7 +168,7 @@ def test_a_worker_whose_parent_dies_while_it_loads_loads_no_further(checkpoint):
 
 
 def test_a_worker_whose_step_cannot_be_queued_ends_with_a_status_of_its_own(checkpoint):
-    limited = config(checkpoint, step_timeout_s=1.0)
+    limited = config(checkpoint, step_timeout_s=3.0)
     with WorkerClient(limited, command=hanging_engine.COMMAND) as client:
         client.wait_ready()
         client.add("well", [1, 2, 3], max_tokens=200, ignore_eos=True)

@@ -15,7 +15,12 @@ from tailrace.config import Config, EngineConfig
 from tailrace.engine.core_dump import WAIT_S
 from tailrace.errors import EngineError, ModelError, RequestError
 from tailrace.server import bridge as bridge_module
-from tailrace.server.bridge import MAX_FAILED_STARTS, Bridge, silence_limit_s
+from tailrace.server.bridge import (
+    MAX_FAILED_STARTS,
+    SILENCE_LIMIT_S,
+    Bridge,
+    silence_limit_s,
+)
 from tailrace.server.engine_client import EngineState
 from tailrace.server.serve import assemble
 from tailrace.server.supervisor import Launcher
@@ -61,7 +66,7 @@ class Running:
             self.launcher,
             on_resolved=on_resolved or self.folders.append,
             on_stats=self.note,
-            **{"first_backoff_s": 0.001} | options,
+            **{"silence_limit_s": SILENCE_LIMIT_S, "first_backoff_s": 0.001} | options,
         )
         self.task = asyncio.create_task(self.bridge.run())
 

@@ -83,8 +83,8 @@ class Bridge:
         launcher: Starts engine processes, or knows who does.
         on_resolved: Told the model's folder each time an engine has found it.
         on_stats: Told every report of the engine.
-        clock: Monotonic seconds.
         silence_limit_s: Most seconds that a ready engine may say nothing.
+        clock: Monotonic seconds.
         first_backoff_s: Wait before a restart; doubled after each short life.
     """
 
@@ -94,8 +94,8 @@ class Bridge:
         *,
         on_resolved: Callable[[str], None],
         on_stats: Callable[[EngineStats], None],
+        silence_limit_s: float,
         clock: Clock = monotonic,
-        silence_limit_s: float = SILENCE_LIMIT_S,
         first_backoff_s: float = FIRST_BACKOFF_S,
     ) -> None:
         self._launcher = launcher
