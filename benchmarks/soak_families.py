@@ -334,20 +334,73 @@ def int4(device: torch.device, *, any_shape: bool) -> Maker:
     )
 
 
-def mixed(device: torch.device, *, any_shape: bool) -> Maker:  # noqa: ARG001 - the server's own
-    sizes, dtype = Sizes.of(device), dtype_on(device)
-    heads, width = HEADS * DIM, sizes.head[1]
+def step_kernels(device: torch.device, sizes: Sizes, *, by: str = "hopper") -> TritonKernels:
+    """Return kernels as a server has them; `by` computes attention."""
+    dtype = dtype_on(device)
     kernels = TritonKernels(
         device,
         str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
         rounds_all=True,
-        hopper_decodes=True,
+        hopper_decodes=by == "hopper",
     )
-    kernels.serve_prompts_by("auto", head_dim=DIM, kv_dtype=dtype, unit=UNIT)
+    asked = "auto" if by == "hopper" else by
+    kernels.serve_prompts_by(asked, head_dim=DIM, kv_dtype=dtype, unit=UNIT)
     kernels.reserve(
         rows=sizes.rows, sequences=2 * sizes.rows, num_heads=HEADS, num_kv_heads=KV_HEADS,
         head_dim=DIM, max_kv_len=sizes.rooms[0],
     )  # fmt: skip
+    return kernels
+
+
+@dataclass(frozen=True)
+class DrawnStep:
+    """A step of decodes and, mostly, prompts."""
+
+    case: Case
+    batch: DeviceBatch
+    decodes: list[int]
+    """Their lengths."""
+    chunks: Chunks
+
+    @classmethod
+    def of(cls, rng: Random, sizes: Sizes, kernels: TritonKernels, share: float) -> DrawnStep:
+        """Draw one; so large a share of them has prompts."""
+        chunks = prompts(rng, sizes) if rng.random() < share else []
+        lens = lengths(rng, sizes, rng.randint(1, sizes.rows // 2 if chunks else sizes.rows))
+        last = [(0, 0)] if chunks else []
+        case = made_case([*((1, length) for length in lens), *chunks, *last], kernels.device)
+        return cls(case, step_of(rng, case, len(lens), kernels), lens, chunks)
+
+    @property
+    def words(self) -> str:
+        tiles = len(self.batch.tiles)
+        return f"{cut_words(self.decodes)}, chunks {self.chunks}, {tiles} tiles"
+
+    def attended(self, kernels: TritonKernels) -> Tensor:
+        """Return its attention [rows, HEADS * DIM]."""
+        case = self.case
+        keys = case.keys.transpose(2, 3)
+        return kernels.paged_attention(case.q, keys, case.values, self.batch, SCALE)
+
+
+def step_of(rng: Random, case: Case, count: int, kernels: TritonKernels) -> DeviceBatch:
+    """Return a step of so many decodes and the case's other chunks."""
+    longest = int(case.kv_lens.max())
+    shape = kernels.prefill_shape(DIM, longest)
+    nothing = torch.zeros(len(case.q), dtype=torch.int64, device=case.device)
+    return DeviceBatch(
+        query_starts=case.starts, kv_lens=case.kv_lens, block_tables=case.tables,
+        positions=nothing, slots=nothing, max_query_len=int(case.starts.diff().max()),
+        max_kv_len=longest, num_decodes=count,
+        tiles=padded_tiles(rng, case, shape.block_m, count), shape=shape,
+    )  # fmt: skip
+
+
+def mixed(device: torch.device, *, any_shape: bool) -> Maker:  # noqa: ARG001 - the server's own
+    """Whole steps, but for what stands before attention."""
+    sizes, dtype = Sizes.of(device), dtype_on(device)
+    heads, width = HEADS * DIM, sizes.head[1]
+    kernels = step_kernels(device, sizes)
     layers = ((width, heads), (2 * sizes.inner, width), (width, sizes.inner))
     o, gate_up, down = (
         kernels.pack_linear(quantize_channels(matrix(*layer, device)), None, kernels.name_of_dtype)
@@ -356,64 +409,44 @@ def mixed(device: torch.device, *, any_shape: bool) -> Maker:  # noqa: ARG001 - 
     head = kernels.pack_linear(matrix(*sizes.head, device).to(dtype), None, kernels.name_of_dtype)
 
     def make(rng: Random) -> Job:
-        chunks = prompts(rng, sizes) if rng.random() < 0.6 else []
-        lens = lengths(rng, sizes, rng.randint(1, sizes.rows // 2 if chunks else sizes.rows))
-        last = [(0, 0)] if chunks else []
-        case = made_case([*((1, length) for length in lens), *chunks, *last], device)
-        batch = step_of(rng, case, len(lens), kernels)
-        drawn = min(len(lens) + len(chunks), sizes.rows)
+        step = DrawnStep.of(rng, sizes, kernels, 0.6)
+        rows, drawn = len(step.case.q), min(len(step.decodes) + len(step.chunks), sizes.rows)
 
         def launch(out: Sequence[Tensor]) -> None:
-            attention = kernels.paged_attention(
-                case.q, case.keys.transpose(2, 3), case.values, batch, SCALE
-            )
+            attention = step.attended(kernels)
             inner = kernels.multiply(gate_up, kernels.multiply(o, attention))
             x = kernels.silu_mul_into(down, inner)
             logits = kernels.multiply(head, x[:drawn])
             for into, found in zip(out, (attention, x, logits), strict=True):
                 into.copy_(found)
 
-        shapes = ((len(case.q), heads), (len(case.q), width), (drawn, sizes.head[0]))
-        words = f"{cut_words(lens)}, chunks {chunks}, {len(batch.tiles)} tiles, {drawn} logits"
-        return Job(words, shapes, launch, dtype, may_depend=not chunks)
+        shapes = ((rows, heads), (rows, width), (drawn, sizes.head[0]))
+        words = f"{step.words}, {drawn} logits"
+        return Job(words, shapes, launch, dtype, may_depend=not step.chunks)
 
     return make
 
 
 def attention(
-    device: torch.device, *, any_shape: bool, by: str = "hopper", two_streams: bool = True
-) -> Maker:  # fmt: skip
-    """Steps' attention: decodes, and mostly prompts."""
-    del any_shape  # the server's own
+    device: torch.device,
+    *,
+    any_shape: bool,  # noqa: ARG001 - the server's own
+    by: str = "hopper",
+    two_streams: bool = True,
+) -> Maker:
+    """Steps' attention."""
     sizes, dtype = Sizes.of(device), dtype_on(device)
-    kernels = TritonKernels(
-        device, str(dtype).removeprefix("torch."), hopper_decodes=by == "hopper"
-    )
-    kernels.serve_prompts_by(
-        "auto" if by == "hopper" else by, head_dim=DIM, kv_dtype=dtype, unit=UNIT
-    )
-    kernels.reserve(
-        rows=sizes.rows, sequences=2 * sizes.rows, num_heads=HEADS, num_kv_heads=KV_HEADS,
-        head_dim=DIM, max_kv_len=sizes.rooms[0],
-    )  # fmt: skip
+    kernels = step_kernels(device, sizes, by=by)
     if not two_streams:
         kernels._beside = None  # noqa: SLF001 - no server asks for it
 
     def make(rng: Random) -> Job:
-        chunks = prompts(rng, sizes) if rng.random() < 0.8 else []
-        lens = lengths(rng, sizes, rng.randint(1, sizes.rows // 2 if chunks else sizes.rows))
-        last = [(0, 0)] if chunks else []
-        case = made_case([*((1, length) for length in lens), *chunks, *last], device)
-        batch = step_of(rng, case, len(lens), kernels)
-
-        def launch(out: Sequence[Tensor]) -> None:
-            found = kernels.paged_attention(
-                case.q, case.keys.transpose(2, 3), case.values, batch, SCALE
-            )
-            out[0].copy_(found)
-
-        words = f"{cut_words(lens)}, chunks {chunks}, {len(batch.tiles)} tiles"
-        return Job(words, ((len(case.q), HEADS * DIM),), launch, dtype, may_depend=not chunks)
+        step = DrawnStep.of(rng, sizes, kernels, 0.8)
+        shape = (len(step.case.q), HEADS * DIM)
+        return Job(
+            step.words, (shape,), lambda out: out[0].copy_(step.attended(kernels)), dtype,
+            may_depend=not step.chunks,
+        )  # fmt: skip
 
     return make
 
@@ -451,19 +484,6 @@ def sdpa(device: torch.device, *, any_shape: bool) -> Maker:  # noqa: ARG001 - t
         return Job(f"{rows} rows", (tuple(q.shape),), launch, may_depend=False)
 
     return make
-
-
-def step_of(rng: Random, case: Case, count: int, kernels: TritonKernels) -> DeviceBatch:
-    """Return a step of so many decodes and the case's other chunks."""
-    longest = int(case.kv_lens.max())
-    shape = kernels.prefill_shape(DIM, longest)
-    nothing = torch.zeros(len(case.q), dtype=torch.int64, device=case.device)
-    return DeviceBatch(
-        query_starts=case.starts, kv_lens=case.kv_lens, block_tables=case.tables,
-        positions=nothing, slots=nothing, max_query_len=int(case.starts.diff().max()),
-        max_kv_len=longest, num_decodes=count,
-        tiles=padded_tiles(rng, case, shape.block_m, count), shape=shape,
-    )  # fmt: skip
 
 
 FAMILIES: dict[str, Family] = {
