@@ -490,21 +490,17 @@ def _load_on_gpu(
     from tailrace.engine.cuda_setup import (  # noqa: PLC0415
         attend_as_asked,
         check_fp8_activations,
+        kernels_as_asked,
         kv_dtype_of,
         load_device,
     )
     from tailrace.engine.kv_calibration import find_scales  # noqa: PLC0415
     from tailrace.engine.prefill_weights import choose, with_copy  # noqa: PLC0415
-    from tailrace.kernels.triton_kernels import TritonKernels, UnpackedTritonKernels  # noqa: PLC0415
+    from tailrace.kernels.triton_kernels import UnpackedTritonKernels  # noqa: PLC0415
 
     device = load_device(config.gpus[0])
     dtype = activations(config)
-    kernels = TritonKernels(
-        device,
-        dtype,
-        rounds_all=config.fp8_activations == "all",
-        hopper_decodes=config.may_decode_by_hopper,
-    )
+    kernels = kernels_as_asked(config, device, dtype)
     served = load_model(folder, dtype=dtype, kernels=kernels, quant_type=config.quant_type)
     check_fp8_activations(config, served)
     kv_dtype = kv_dtype_of(config, kernels)

@@ -130,12 +130,7 @@ def load_weights(
     torch.cuda.synchronize(device)  # makes CUDA's context, for whose seconds weights cannot help
     times.mark("device")
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
-    kernels = TritonKernels(
-        device,
-        dtype,  # type: ignore[arg-type]  # checked by the config
-        rounds_all=config.fp8_activations == "all",
-        hopper_decodes=config.may_decode_by_hopper,
-    )
+    kernels = kernels_as_asked(config, device, dtype)
     model = load_model(
         folder,
         dtype=dtype,
@@ -148,6 +143,16 @@ def load_weights(
     torch.cuda.synchronize(device)
     times.mark("weights")
     return kernels, model
+
+
+def kernels_as_asked(config: EngineConfig, device: torch.device, dtype: str) -> TritonKernels:
+    """Return the kernels for activations of a dtype, bfloat16 or float16."""
+    return TritonKernels(
+        device,
+        dtype,  # type: ignore[arg-type]  # checked by the config
+        rounds_all=config.fp8_activations == "all",
+        hopper_decodes=config.may_decode_by_hopper,
+    )
 
 
 def check_fp8_activations(config: EngineConfig, model: CausalLM) -> None:

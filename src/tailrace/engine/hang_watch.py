@@ -18,11 +18,9 @@ Looking asks for a step's event, which would spoil a capture: graphs are capture
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections import deque
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,6 +28,7 @@ import structlog
 
 from tailrace.clock import monotonic
 from tailrace.engine.core_dump import ask_for_core_dump
+from tailrace.engine.exit import end_now
 from tailrace.engine.step_runner import is_done
 from tailrace.types import STEP_HUNG_STATUS
 
@@ -79,7 +78,7 @@ class HangWatch:
         *,
         clock: Clock = monotonic,
         dump: Callable[[], None] = ask_for_core_dump,
-        end: Callable[[int], object] = os._exit,
+        end: Callable[[int], object] = end_now,
     ) -> None:
         self._submit = submit
         self._runner = runner
@@ -148,8 +147,6 @@ class HangWatch:
             )
             self._dump()
         finally:  # whatever fails here, the device is not waited for
-            with suppress(OSError, ValueError):  # standard error may be closed
-                sys.stderr.flush()
             self._end(STEP_HUNG_STATUS)
 
     def _described(self, prepared: Any) -> dict[str, object]:

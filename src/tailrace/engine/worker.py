@@ -17,11 +17,10 @@ import signal
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import structlog
@@ -29,6 +28,7 @@ import zmq
 
 from tailrace.clock import monotonic
 from tailrace.config import EngineConfig
+from tailrace.engine.exit import end_now
 from tailrace.errors import TailraceError
 from tailrace.telemetry.console_log import configure_log
 from tailrace.types import (
@@ -338,13 +338,13 @@ def main() -> int:
             if not isinstance(error, TailraceError):
                 log.exception("start_failed")
             _announce_fatal(mailbox, error)
-            _leave()
+            end_now(1)  # the runner's thread may be waiting for a lost device
         try:
             Worker(mailbox, engine, order.places).run()
         except Exception as error:  # a bug of ours: the front ends hear of it before we end
             log.exception("engine_failed")
             _announce_fatal(mailbox, error)
-            _leave()
+            end_now(1)
     mailbox.close()
     return 0
 
@@ -360,13 +360,6 @@ def _announce_fatal(mailbox: Mailbox, error: Exception) -> None:
         if mailbox.has_company or monotonic() > give_up_s:
             break
     mailbox.close()
-
-
-def _leave() -> NoReturn:
-    """End the process with status 1, now: the runner's thread may be waiting for a lost device."""
-    with suppress(OSError, ValueError):  # standard error may be closed
-        sys.stderr.flush()
-    os._exit(1)
 
 
 def _build(
