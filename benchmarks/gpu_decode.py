@@ -32,7 +32,6 @@ does not find in its name, but for what serves; `--rooms 8192` times that room a
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import json
 import re
@@ -46,6 +45,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
+from benchmarks import other_version
 from benchmarks.gpu_attention import DIM, HEADS, KV_HEADS, SCALE, Case
 from benchmarks.hopper_layers import graph_s
 
@@ -268,16 +268,6 @@ def compile_one(way: Way) -> None:
         way.run(wide, ROOMS[1])
 
 
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("other_decode", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path())
@@ -291,7 +281,7 @@ def main() -> None:
     arguments = parser.parse_args()
     on_gpu = arguments.device == "cuda"
     capability = torch.cuda.get_device_capability() if on_gpu else (9, 0)
-    other = load(arguments.other) if arguments.other else None
+    other = other_version.load(arguments.other, "other_decode") if arguments.other else None
     every = ways(capability, other, on_gpu=on_gpu)
     if arguments.once:
         by_tma = [way for way in every if way.by_tma]

@@ -21,7 +21,6 @@ what a draw up to it takes longer than one up to the kernel before, which counts
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import statistics
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
+from benchmarks import other_version
 
 from tailrace.kernels.sampling import reference
 from tailrace.kernels.sampling import triton as serving
@@ -267,16 +267,6 @@ def by_sort(logits: torch.Tensor) -> torch.Tensor:
     return ids.gather(1, (kept.cumsum(-1) <= aims).sum(-1, keepdim=True))
 
 
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("other_sampling", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def ways_of(arguments: argparse.Namespace) -> list[Way]:
     """Return what is measured, what serves first."""
     found = [Way("serves", serving, asks=True), Way("all kernels", serving)]
@@ -284,7 +274,7 @@ def ways_of(arguments: argparse.Namespace) -> list[Way]:
         Way(f"{count} programs", serving, programs=count) for count in arguments.programs or ()
     ]
     if arguments.other:
-        found.append(Way("the other", load(arguments.other)))
+        found.append(Way("the other", other_version.load(arguments.other, "other_sampling")))
     return found
 
 
@@ -364,7 +354,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     if arguments.compile:
-        compile_all(load(arguments.other), arguments.vocab)
+        compile_all(other_version.load(arguments.other, "other_sampling"), arguments.vocab)
         return
     begun = time.monotonic()
     ways = ways_of(arguments)

@@ -42,7 +42,7 @@ def test_a_version_that_draws_other_tokens_is_named_and_not_timed(benchmark, mon
 
     scratch = benchmark.serving.SamplingScratch
     wrong = SimpleNamespace(sample=shifted, SamplingScratch=scratch)
-    monkeypatch.setattr(benchmark, "load", lambda path: wrong)
+    monkeypatch.setattr(benchmark.other_version, "load", lambda path, name: wrong)
     assert run(benchmark, monkeypatch, "--other", "another.py")
     assert "DIFFERS, not timed: the other: 2 tokens, 0 ranks" in capsys.readouterr().out
 
